@@ -38,7 +38,7 @@ from ingot.config.recipe import Recipe
 from ingot.parallel.mesh import running_mesh
 from ingot.plan.tracing.records import RankTrace
 from ingot.plan.tracing.workers import TraceRequest, trace_all
-from ingot.train.micro_batch.trial import made_up_plan, open_trial
+from ingot.train.micro_batch.trial import made_up_setup, open_trial
 
 MEASURED = "measured step"
 REPEATED = 8
@@ -132,12 +132,12 @@ def measured(recipe: Recipe) -> dict[str, int]:
     """
     count_everywhere()
     with running_mesh(recipe.parallel) as mesh:
-        plan = made_up_plan(recipe, mesh)
+        setup = made_up_setup(recipe, mesh)
         activities = [torch.profiler.ProfilerActivity.CPU]
         with (
             torch.profiler.profile(activities=activities, profile_memory=True) as profile,
-            open_trial(plan, mesh) as trial,
-            trial.step_function(plan.batch) as take,
+            open_trial(setup, mesh) as trial,
+            trial.step_function(setup.batch) as take,
         ):
             take(0)
             for step in range(1, 1 + (REPEATED if mesh.degrees.world > 1 else 1)):

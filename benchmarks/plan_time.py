@@ -30,7 +30,7 @@ from ingot.plan.devices.coefficients import Coefficients, cpu_coefficients
 from ingot.plan.seconds import StepLayout, StepSeconds, step_seconds
 from ingot.plan.tracing.records import RankTrace
 from ingot.plan.tracing.workers import TraceRequest, trace_all
-from ingot.train.micro_batch.trial import made_up_plan, open_trial
+from ingot.train.micro_batch.trial import made_up_setup, open_trial
 
 WARM_UP, COUNTED = 2, 5
 TIMED = (
@@ -94,9 +94,9 @@ def recipe_of(case: str, folder: Path) -> Recipe:
 def measured(recipe: Recipe) -> dict[str, float]:
     """Seconds of a step on this rank, by the clock and of the processor's work."""
     with running_mesh(recipe.parallel) as mesh:
-        plan = made_up_plan(recipe, mesh)
+        setup = made_up_setup(recipe, mesh)
         wall, worked = [], []
-        with open_trial(plan, mesh) as trial, trial.step_function(plan.batch) as take:
+        with open_trial(setup, mesh) as trial, trial.step_function(setup.batch) as take:
             for step in range(WARM_UP + COUNTED):
                 began, before = time.perf_counter(), time.thread_time()
                 take(step)

@@ -15,7 +15,7 @@ from benchmarks.gpu.record import Asked, Record
 from benchmarks.gpu.steps import emulating, recipe_of
 from ingot.base.environment import Ranks
 from ingot.parallel.mesh import Mesh
-from ingot.train.micro_batch.trial import made_up_plan, open_trial
+from ingot.train.micro_batch.trial import made_up_setup, open_trial
 
 WARM_UP, SHOWN = 3, 25
 WORK = {
@@ -34,8 +34,8 @@ def run(asked: Asked, record: Record, **knobs: Any) -> None:
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     mesh = Mesh(Ranks(), asked.device)
     with tempfile.TemporaryDirectory() as name, emulating(asked):
-        plan = made_up_plan(recipe_of(Path(name), tiny=asked.tiny, **knobs), mesh)
-        with open_trial(plan, mesh, quick=True) as trial, trial.step_function(plan.batch) as take:
+        setup = made_up_setup(recipe_of(Path(name), tiny=asked.tiny, **knobs), mesh)
+        with open_trial(setup, mesh, quick=True) as trial, trial.step_function(setup.batch) as take:
             for step in range(WARM_UP):
                 float(take(step).loss)
             wait(asked.device)

@@ -30,7 +30,7 @@ from ingot.models.device import backend, deterministic_kernels
 from ingot.models.parameters import local_tensor
 from ingot.parallel.mesh import Mesh
 from ingot.train.micro_batch.memory import forget_peak
-from ingot.train.micro_batch.trial import let_go, made_up_plan, open_trial
+from ingot.train.micro_batch.trial import let_go, made_up_setup, open_trial
 from ingot.train.optim.optimizers import Noise, round_to_bf16
 from tests import tolerances
 
@@ -151,8 +151,8 @@ def train(
             memory = recipe.memory.model_copy(update={"offload": offload})
             recipe = recipe.model_copy(update={"memory": memory})
         losses, times = [], []
-        plan = made_up_plan(recipe, mesh)
-        with open_trial(plan, mesh) as trial, trial.step_function(plan.batch) as take:
+        setup = made_up_setup(recipe, mesh)
+        with open_trial(setup, mesh) as trial, trial.step_function(setup.batch) as take:
             before = weights_of(trial.train_state.masters)
             for step in range(steps):
                 if step == steps // 2:

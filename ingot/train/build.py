@@ -67,14 +67,14 @@ class TrainState:
     balance: LoadBalance | None = None
 
 
-def check_origin(plan: TrainSetup) -> None:
+def check_origin(setup: TrainSetup) -> None:
     """Raises WrongInput if the optimizer cannot take over the state of another run's checkpoint.
     Only a training that begins asks; one that is resumed has a state of its own.
     """
-    knobs = plan.recipe.train
-    if plan.origin is None or knobs.reset_optimizer:
+    knobs = setup.recipe.train
+    if setup.origin is None or knobs.reset_optimizer:
         return
-    old = trained_with(plan.origin, "train.optimizer")["kind"]
+    old = trained_with(setup.origin, "train.optimizer")["kind"]
     if old != knobs.optimizer.kind:
         raise WrongInput(
             f"train.start_from {knobs.start_from} has the state of train.optimizer.kind {old},"
@@ -83,12 +83,16 @@ def check_origin(plan: TrainSetup) -> None:
         )
 
 
-def check_adapter(plan: TrainSetup) -> None:
+def check_adapter(setup: TrainSetup) -> None:
     """Raises WrongInput if the adapter to go on from was trained beside another model, or with
     values of `model.config` that the recipe leaves out: it would change another model than it was
     trained to. Adapters that others made have no record of either.
     """
-    lora, source, folder = plan.recipe.model.lora, plan.recipe.model.source, plan.model_spec.folder
+    lora, source, folder = (
+        setup.recipe.model.lora,
+        setup.recipe.model.source,
+        setup.model_spec.folder,
+    )
     if lora is None or lora.adapter is None or folder is None:
         return
     about = read_lineage(Path(lora.adapter)) or {}
@@ -100,7 +104,7 @@ def check_adapter(plan: TrainSetup) -> None:
             f" ({base.get('source')}), and model.source {source} is {found}"
             " (model_hash); set model.source to that model, or begin another adapter"
         )
-    given, there = plan.recipe.model.config, model_config(folder)
+    given, there = setup.recipe.model.config, model_config(folder)
     if left_out := [
         f"model.config.{name}={json.dumps(value)}"
         for name, value in (about.get(CHANGED) or {}).items()
@@ -113,7 +117,7 @@ def check_adapter(plan: TrainSetup) -> None:
 
 
 def build_train_state(
-    plan: TrainSetup,
+    setup: TrainSetup,
     start: CommittedCheckpoint | None,
     tables: Tables | None,
     mesh: Mesh,
@@ -124,25 +128,25 @@ def build_train_state(
     weights and the optimizer; then load the checkpoint to resume or start from. `quick`: random
     weights may be any.
     """
-    recipe = plan.recipe
+    recipe = setup.recipe
     model = wrapped_model(
-        plan,
-        plan.model_spec,
+        setup,
+        setup.model_spec,
         mesh,
         filled=start is None or recipe.model.lora is not None,
         quick=quick,
     )
     if recipe.model.lora is not None and recipe.model.lora.adapter is not None and start is None:
         load_adapter(model, Path(recipe.model.lora.adapter))
-    masters = make_masters(model, mesh, plan.wrapping)
+    masters = make_masters(model, mesh, setup.wrapping)
     knobs = recipe.train
     optimizer = make_optimizer(
         knobs.optimizer, masters, recipe.seed, knobs.average, recipe.model.lora
     )
     if start is not None:
         load_checkpoint(start, masters, optimizer, mesh)
-    elif plan.origin is not None:
-        load_checkpoint(plan.origin, masters, None if knobs.reset_optimizer else optimizer, mesh)
+    elif setup.origin is not None:
+        load_checkpoint(setup.origin, masters, None if knobs.reset_optimizer else optimizer, mesh)
     if knobs.average is None or knobs.average.kind != "ema":
         drop_average(optimizer)
     reserve_state(optimizer)
@@ -150,7 +154,7 @@ def build_train_state(
     return TrainState(
         model,
         module,
-        make_objectives(recipe, plan.teacher, tables, plan.compute, mesh),
+        make_objectives(recipe, setup.teacher, tables, setup.compute, mesh),
         masters,
         optimizer,
         make_balance(model, knobs.experts, mesh),
@@ -158,14 +162,14 @@ def build_train_state(
 
 
 def wrapped_model(
-    plan: TrainSetup, model_spec: ModelSpec, mesh: Mesh, *, filled: bool, quick: bool = False
+    setup: TrainSetup, model_spec: ModelSpec, mesh: Mesh, *, filled: bool, quick: bool = False
 ) -> AnyModel:
     """The model of `model_spec` with the recipe's adapter, sharded over the ranks. `filled` False
     allocates its weights without reading or initialising them; `quick`: random ones may be any.
     """
-    recipe = plan.recipe
-    model = draft_model(plan, model_spec, mesh)
-    device, share = weights_device(mesh, plan.wrapping), _share(mesh)
+    recipe = setup.recipe
+    model = draft_model(setup, model_spec, mesh)
+    device, share = weights_device(mesh, setup.wrapping), _share(mesh)
     run_on_all(
         mesh,
         lambda: materialize_model(
@@ -178,12 +182,12 @@ def wrapped_model(
 
 
 def draft_model(
-    plan: TrainSetup, model_spec: ModelSpec, mesh: Mesh, *, planned: bool = False
+    setup: TrainSetup, model_spec: ModelSpec, mesh: Mesh, *, planned: bool = False
 ) -> AnyModel:
     """The model of `model_spec` with the recipe's adapter and wrappers; a native decoder is still
     on `meta`, and where `planned` any model.
     """
-    recipe = plan.recipe
+    recipe = setup.recipe
     model = create_model(model_spec, recipe.seed, planned=planned)
     if recipe.model.lora is not None:
         add_lora(model, recipe.model.lora, recipe.seed)
@@ -194,15 +198,15 @@ def draft_model(
         model.noise = EmbeddingNoise(recipe.model.neftune_alpha, recipe.seed)
     if recipe.train.experts.frozen:
         freeze_routers(model)
-    return apply_wrappers(model, mesh, plan.wrapping)
+    return apply_wrappers(model, mesh, setup.wrapping)
 
 
-def lineage(plan: TrainSetup, step: int) -> dict[str, Any]:
+def lineage(setup: TrainSetup, step: int) -> dict[str, Any]:
     """What `ingot.json` records about the origin of the exported model."""
-    recipe, folder = plan.recipe, plan.model_spec.folder
+    recipe, folder = setup.recipe, setup.model_spec.folder
     base = (
         None
-        if plan.model_spec.random or folder is None
+        if setup.model_spec.random or folder is None
         else {"source": recipe.model.source, "model_hash": model_hash(folder)}
     )
     about: dict[str, Any] = {
@@ -214,7 +218,7 @@ def lineage(plan: TrainSetup, step: int) -> dict[str, Any]:
     for name in ("teacher", "reference", "prefix"):
         if value := getattr(recipe.objective, name, None):
             about[name] = value
-    average = plan.recipe.train.average
+    average = setup.recipe.train.average
     if average is not None and average.export:
         size = "decay" if average.kind == "ema" else "checkpoints"
         about["average"] = {"kind": average.kind, size: getattr(average, size)}
@@ -222,9 +226,9 @@ def lineage(plan: TrainSetup, step: int) -> dict[str, Any]:
             about["average"]["steps"] = averaged_steps(average, recipe.folder.checkpoints, step)
     if recipe.model.quantize is not None:
         about[QUANTIZE] = recipe.model.quantize.model_dump()
-    if plan.origin is not None:
-        about["start_from"] = {"checkpoint": str(plan.origin.folder), "step": plan.origin.step}
-    return {**about, "base": base, "data": plan.rows.fingerprint}
+    if setup.origin is not None:
+        about["start_from"] = {"checkpoint": str(setup.origin.folder), "step": setup.origin.step}
+    return {**about, "base": base, "data": setup.rows.fingerprint}
 
 
 @dataclass(frozen=True)

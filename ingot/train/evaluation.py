@@ -96,17 +96,17 @@ class BestTracker:
         )
 
 
-def subject_of(plan: TrainSetup, train_state: TrainState, mesh: Mesh) -> EvalModel:
+def subject_of(setup: TrainSetup, train_state: TrainState, mesh: Mesh) -> EvalModel:
     """The model in training, in the form that evaluation takes."""
-    eos = frozenset(stop_tokens(plan.tokenizer))
+    eos = frozenset(stop_tokens(setup.tokenizer))
     item_ranks = _item_ranks(train_state, mesh)
     return EvalModel(
-        plan.recipe,
+        setup.recipe,
         train_state.model,
-        plan.model_spec.kind,
-        plan.tokenizer,
+        setup.model_spec.kind,
+        setup.tokenizer,
         eos,
-        plan.compute,
+        setup.compute,
         item_ranks,
         "the model in training",
         quiet=True,
@@ -121,7 +121,7 @@ def _item_ranks(train_state: TrainState, mesh: Mesh) -> Mesh:
 
 
 def make_measure(
-    plan: TrainSetup,
+    setup: TrainSetup,
     train_state: TrainState,
     mesh: Mesh,
     all_asked: Callable[[], bool],
@@ -136,8 +136,8 @@ def make_measure(
     Raises:
         WrongInput: a task of `train.evaluate_tasks` cannot be run; raised before training starts.
     """
-    knobs, micro_batch = plan.recipe.train, plan.batch.micro_batch
-    subject = subject_of(plan, train_state, mesh)
+    knobs, micro_batch = setup.recipe.train, setup.batch.micro_batch
+    subject = subject_of(setup, train_state, mesh)
     in_step = subject.mesh.world < mesh.world  # ranks that share weights, in shards or matrices
     watch = TaskEvaluator(
         replace(subject, should_stop=all_asked if in_step else asked), knobs.evaluate_tasks
@@ -153,14 +153,14 @@ def make_measure(
         try:
             with weights(), evaluating(train_state.model):
                 found: dict[str, float] = {}
-                if plan.recipe.data.holds_out:
+                if setup.recipe.data.holds_out:
                     found = validation_losses(
                         train_state.model,
                         held_out,
-                        plan.held_out,
+                        setup.held_out,
                         knobs.evaluate_rows,
                         micro_batch,
-                        plan.compute,
+                        setup.compute,
                         mesh,
                         all_asked,
                     )
@@ -178,10 +178,10 @@ def make_measure(
     return measure
 
 
-def sample_texts(plan: TrainSetup, train_state: TrainState, mesh: Mesh) -> list[dict[str, str]]:
+def sample_texts(setup: TrainSetup, train_state: TrainState, mesh: Mesh) -> list[dict[str, str]]:
     """Completions of `evaluate.prompts` by the current model."""
     with evaluating(train_state.model):
-        return complete_prompts(subject_of(plan, train_state, mesh), plan.recipe.evaluate.prompts)
+        return complete_prompts(subject_of(setup, train_state, mesh), setup.recipe.evaluate.prompts)
 
 
 @dataclass

@@ -41,7 +41,7 @@ from ingot.train.setup import TrainSetup
 
 
 def take_best(
-    plan: TrainSetup, train_state: TrainState, best: int | None, reached: int, mesh: Mesh
+    setup: TrainSetup, train_state: TrainState, best: int | None, reached: int, mesh: Mesh
 ) -> int:
     """Load the weights of the best checkpoint, unless none is asked for or it is the last one.
     Returns the step whose weights the model now has.
@@ -51,7 +51,7 @@ def take_best(
     """
     if best is None or best == reached:
         return reached
-    folder = step_folder(plan.recipe.folder.checkpoints, best)
+    folder = step_folder(setup.recipe.folder.checkpoints, best)
     if not folder.is_dir():
         raise Failed(
             f"{folder}, the best checkpoint, is gone; start over with --fresh, or set"
@@ -60,17 +60,17 @@ def take_best(
     found = mesh.from_main(lambda: checkpoint_in(folder))
     load_checkpoint(found, train_state.masters, None, mesh)
     if mesh.is_main:
-        say(f"train: step {best:,} was the best by {plan.recipe.checkpoint.best} and is exported")
+        say(f"train: step {best:,} was the best by {setup.recipe.checkpoint.best} and is exported")
     return best
 
 
-def export_run(plan: TrainSetup, train_state: TrainState, step: int) -> None:
+def export_run(setup: TrainSetup, train_state: TrainState, step: int) -> None:
     """Write `model/`, and for an adapter also `adapter/`, with the weights of `step`, which has
     been committed. Called on one rank.
     """
-    recipe, run = plan.recipe, plan.recipe.folder
-    model, tensors = _to_export(plan, train_state, step)
-    about = lineage(plan, step)
+    recipe, run = setup.recipe, setup.recipe.folder
+    model, tensors = _to_export(setup, train_state, step)
+    about = lineage(setup, step)
     if (mean := about.get("average", {})).get("kind") == "last":
         steps = mean["steps"]
         say(
@@ -79,11 +79,11 @@ def export_run(plan: TrainSetup, train_state: TrainState, step: int) -> None:
         )
     # A model drawn at random may have another vocabulary than its source, whose token ids would
     # then be those of other tokens.
-    spec = plan.model_spec
+    spec = setup.model_spec
     generation = None if spec.random else source_generation(spec.folder)
     made = export_model(
         model,
-        plan.tokenizer,
+        setup.tokenizer,
         run.model,
         export_type=recipe.precision.export,
         lineage=about,
@@ -95,10 +95,10 @@ def export_run(plan: TrainSetup, train_state: TrainState, step: int) -> None:
         source = recipe.model.source
         base = (
             source
-            if source.startswith("hf:") or plan.model_spec.folder is None
-            else str(plan.model_spec.folder.resolve())
+            if source.startswith("hf:") or setup.model_spec.folder is None
+            else str(setup.model_spec.folder.resolve())
         )
-        changed = changed_config(plan)
+        changed = changed_config(setup)
         if changed:
             say(
                 f"train: {run.adapter} was trained with {', '.join(changed)} of model.config, which"
@@ -109,12 +109,12 @@ def export_run(plan: TrainSetup, train_state: TrainState, step: int) -> None:
             model,
             run.adapter,
             base=base,
-            kind=plan.model_spec.kind,
+            kind=setup.model_spec.kind,
             revision=recipe.model.revision if base.startswith("hf:") else None,
         )
         lineage_fields = {
-            "tokenizer": plan.tokenizer.identity(),
-            "template": plan.tokenizer.template_identity,
+            "tokenizer": setup.tokenizer.identity(),
+            "template": setup.tokenizer.template_identity,
             CONTENT: {"tensors": digests, FILES: file_digests(run.adapter)},
             **about,
             **({CHANGED: changed} if changed else {}),
@@ -126,19 +126,19 @@ def export_run(plan: TrainSetup, train_state: TrainState, step: int) -> None:
         )
 
 
-def changed_config(plan: TrainSetup) -> dict[str, Any]:
+def changed_config(setup: TrainSetup) -> dict[str, Any]:
     """What `model.config` changes of the model that training started from, which an adapter's
     folder has no place for; empty for a model drawn at random.
     """
-    folder, given = plan.model_spec.folder, plan.recipe.model.config
-    if folder is None or plan.model_spec.random:
+    folder, given = setup.model_spec.folder, setup.recipe.model.config
+    if folder is None or setup.model_spec.random:
         return {}
     before = model_config(folder)
     return {name: value for name, value in given.items() if before.get(name) != value}
 
 
 def _to_export(
-    plan: TrainSetup, train_state: TrainState, step: int
+    setup: TrainSetup, train_state: TrainState, step: int
 ) -> tuple[AnyModel, Iterable[tuple[str, Tensor]] | None]:
     """The model to export, and its weights if they are not in the model itself.
 
@@ -146,7 +146,7 @@ def _to_export(
     round: a decoder tensor by tensor, so that it is never in memory as a whole; a transformers
     model is built whole on this host, since only the built model knows its tensor names and ties.
     """
-    average, checkpoints = plan.recipe.train.average, plan.recipe.folder.checkpoints
+    average, checkpoints = setup.recipe.train.average, setup.recipe.folder.checkpoints
     stored: NamedWeights | None = None
     if average is not None and average.export:
         stored = stored_average(average, checkpoints, step)
@@ -156,11 +156,11 @@ def _to_export(
             load_average(train_state.masters, stored)
         train_state.masters.work_in(torch.float32)
         return train_state.model, None
-    recipe, host, into = plan.recipe, torch.device("cpu"), plan.recipe.model.quantize
+    recipe, host, into = setup.recipe, torch.device("cpu"), setup.recipe.model.quantize
     if into is not None and into.merge_into == "original":
         into = None
     folder = step_folder(checkpoints, step)
-    model = create_model(plan.model_spec, recipe.seed)
+    model = create_model(setup.model_spec, recipe.seed)
     if recipe.model.lora is not None:
         add_lora(model, recipe.model.lora, recipe.seed)
     if not isinstance(model, Decoder):
@@ -173,12 +173,12 @@ def _to_export(
             round_base(model, into)
         return model, None
     weights, names = stored or WholeWeights(folder), model_shapes(model)
-    if recipe.model.lora is None or plan.model_spec.folder is None:
+    if recipe.model.lora is None or setup.model_spec.folder is None:
         return model, ((name, weights[name]) for name in names)
     for name, layer in lora_layers(model).items():
         for matrix in [one for one in LORA_LEAVES if hasattr(layer, one)]:
             layer.register_parameter(matrix, nn.Parameter(weights[f"{name}.{matrix}"]))
-    base = named_tensors(plan.model_spec.folder, names, model.config)
+    base = named_tensors(setup.model_spec.folder, names, model.config)
     return model, base if into is None else rounded_tensors(model, base, into)
 
 

@@ -63,7 +63,7 @@ class Tables(NamedTuple):
     held_out: Tensor
 
 
-def reference_tables(plan: TrainSetup, mesh: Mesh) -> Tables | None:
+def reference_tables(setup: TrainSetup, mesh: Mesh) -> Tables | None:
     """The reference's log-probabilities for the rows that this training uses; None unless the
     objective needs a reference.
 
@@ -73,17 +73,18 @@ def reference_tables(plan: TrainSetup, mesh: Mesh) -> Tables | None:
         WrongInput: there is no such reference, or it does not fit the tokenizer or the rows.
         Failed: the disk is full.
     """
-    recipe = plan.recipe
+    recipe = setup.recipe
     if not recipe.objective.needs_reference:
         return None
-    model_spec = _reference_spec(plan, recipe.objective.reference_source)
-    samples = plan.order.rows(
-        plan.begin * plan.batch.global_batch, (plan.last - plan.begin) * plan.batch.global_batch
+    model_spec = _reference_spec(setup, recipe.objective.reference_source)
+    samples = setup.order.rows(
+        setup.begin * setup.batch.global_batch,
+        (setup.last - setup.begin) * setup.batch.global_batch,
     )
     wanted = (
         np.unique(samples),
         np.arange(
-            min(recipe.train.evaluate_rows, len(plan.held_out))
+            min(recipe.train.evaluate_rows, len(setup.held_out))
             if recipe.train.evaluate_every and recipe.data.holds_out
             else 0
         ),
@@ -92,15 +93,15 @@ def reference_tables(plan: TrainSetup, mesh: Mesh) -> Tables | None:
 
     def opened() -> AnyModel:
         if not model:
-            model.append(_open(plan, model_spec, mesh))
+            model.append(_open(setup, model_spec, mesh))
         return model[0]
 
-    rows = (plan.rows, plan.held_out)
-    identity = _identity(plan, model_spec)
+    rows = (setup.rows, setup.held_out)
+    identity = _identity(setup, model_spec)
     paths = [
         recipe.folder.reference / f"{split}-{identity}.npy" for split in ("train", "validation")
     ]
-    made = [_table(*each, plan, mesh, opened) for each in zip(rows, wanted, paths, strict=True)]
+    made = [_table(*each, setup, mesh, opened) for each in zip(rows, wanted, paths, strict=True)]
     model.clear()
     # A sharded model and its hooks form a reference cycle; without this its memory would still be
     # held while the policy is built.
@@ -108,87 +109,89 @@ def reference_tables(plan: TrainSetup, mesh: Mesh) -> Tables | None:
     return Tables(*(torch.from_numpy(table) for table in made))
 
 
-def open_reference(plan: TrainSetup, mesh: Mesh) -> AnyModel:
+def open_reference(setup: TrainSetup, mesh: Mesh) -> AnyModel:
     """The reference model itself, for an objective that asks it about what is not in the data;
     without stages, since it is asked for every token at once. Collective; raises WrongInput as
     `reference_tables` does.
     """
-    spec = _reference_spec(plan, plan.recipe.objective.reference_source)
-    return _open(plan, spec, mesh.unstaged)
+    spec = _reference_spec(setup, setup.recipe.objective.reference_source)
+    return _open(setup, spec, mesh.unstaged)
 
 
-def _reference_spec(plan: TrainSetup, source: str | None) -> ModelSpec:
+def _reference_spec(setup: TrainSetup, source: str | None) -> ModelSpec:
     if source is None:
-        return plan.model_spec
+        return setup.model_spec
     folder = named_folder(source, "objective.reference")
     config = DecoderConfig.from_hf(model_config(folder), str(folder))
     if (
-        config.vocab_size < plan.tokenizer.vocab_size
-        or config.max_position_embeddings < plan.recipe.data.seq_len
+        config.vocab_size < setup.tokenizer.vocab_size
+        or config.max_position_embeddings < setup.recipe.data.seq_len
     ):
         raise WrongInput(
             f"objective.reference {source} has {config.vocab_size:,} ids and"
             f" {config.max_position_embeddings:,} positions, the data need"
-            f" {plan.tokenizer.vocab_size:,} and {plan.recipe.data.seq_len:,}; choose a reference"
+            f" {setup.tokenizer.vocab_size:,} and {setup.recipe.data.seq_len:,}; choose a reference"
             " of the same family"
         )
-    check_reference(source, plan.tokenizer, folder)
+    check_reference(source, setup.tokenizer, folder)
     return ModelSpec("decoder", config, folder, random=False)
 
 
-def _starts_elsewhere(plan: TrainSetup, model_spec: ModelSpec) -> bool:
+def _starts_elsewhere(setup: TrainSetup, model_spec: ModelSpec) -> bool:
     """Whether the reference is the policy as trained by another run (`origin`), not as its source
     has it.
     """
     return (
-        model_spec is plan.model_spec and plan.origin is not None and plan.recipe.model.lora is None
+        model_spec is setup.model_spec
+        and setup.origin is not None
+        and setup.recipe.model.lora is None
     )
 
 
-def _identity(plan: TrainSetup, model_spec: ModelSpec) -> str:
+def _identity(setup: TrainSetup, model_spec: ModelSpec) -> str:
     """A fingerprint of everything that determines the numbers in a table."""
     weights: dict[str, Any]
-    if _starts_elsewhere(plan, model_spec) and plan.origin is not None:
-        weights = {"checkpoint": plan.origin.commit["files"]}
+    if _starts_elsewhere(setup, model_spec) and setup.origin is not None:
+        weights = {"checkpoint": setup.origin.commit["files"]}
     elif model_spec.random or model_spec.folder is None:
-        weights = {"seed": plan.recipe.seed}
+        weights = {"seed": setup.recipe.seed}
     else:
         weights = {"model": model_hash(model_spec.folder)}
-    knobs = _quantized(plan, model_spec)
+    knobs = _quantized(setup, model_spec)
     # The configuration is included because `model.config` may override what the weights came with.
     about = {
         "config": model_spec.config.to_hf(),
-        "data": plan.rows.fingerprint,
-        "seq_len": plan.recipe.data.seq_len,
-        "truncate": plan.recipe.data.truncate,
-        "compute": plan.compute,
-        "master": plan.recipe.precision.master,
+        "data": setup.rows.fingerprint,
+        "seq_len": setup.recipe.data.seq_len,
+        "truncate": setup.recipe.data.truncate,
+        "compute": setup.compute,
+        "master": setup.recipe.precision.master,
         "quantize": None if knobs is None else [knobs.kind, knobs.double],
     }
     return fingerprint({**weights, **about})
 
 
-def _quantized(plan: TrainSetup, model_spec: ModelSpec) -> Quantize | None:
+def _quantized(setup: TrainSetup, model_spec: ModelSpec) -> Quantize | None:
     """How the matrices of the reference are kept: as the policy's where it is what the policy
     starts from, or the two would differ before the first step.
     """
-    return plan.recipe.model.quantize if model_spec is plan.model_spec else None
+    return setup.recipe.model.quantize if model_spec is setup.model_spec else None
 
 
-def _open(plan: TrainSetup, model_spec: ModelSpec, mesh: Mesh) -> AnyModel:
+def _open(setup: TrainSetup, model_spec: ModelSpec, mesh: Mesh) -> AnyModel:
     """The reference model, sharded as the policy will be and with weights in the same dtype, or
     the two would differ before the first step.
     """
-    origin = plan.origin if _starts_elsewhere(plan, model_spec) else None
+    origin = setup.origin if _starts_elsewhere(setup, model_spec) else None
     if origin is not None:
         mesh.from_main(lambda: _check_there(origin))
-    precision = Precision(master=plan.recipe.precision.master)
-    how = WrapSettings(plan.recipe.parallel, precision=precision, compute=plan.compute)
-    model = create_model(model_spec, plan.recipe.seed)
-    if (knobs := _quantized(plan, model_spec)) is not None:
+    precision = Precision(master=setup.recipe.precision.master)
+    how = WrapSettings(setup.recipe.parallel, precision=precision, compute=setup.compute)
+    model = create_model(model_spec, setup.recipe.seed)
+    if (knobs := _quantized(setup, model_spec)) is not None:
         quantize_base(model, knobs)
     model = apply_wrappers(model, mesh, how)
-    materialize_model(model, model_spec, plan.recipe.seed, mesh.device, filled=True)
+    materialize_model(model, model_spec, setup.recipe.seed, mesh.device, filled=True)
     if origin is not None:
         load_checkpoint(origin, Masters(model, mesh), None, mesh)
     model.eval().requires_grad_(False)
@@ -218,7 +221,7 @@ def _table(
     rows: Rows | Samples,
     wanted: npt.NDArray[np.int64],
     path: Path,
-    plan: TrainSetup,
+    setup: TrainSetup,
     mesh: Mesh,
     opened: Callable[[], AnyModel],
 ) -> Floats:
@@ -229,7 +232,7 @@ def _table(
     missing = wanted[np.isnan(table[wanted]).any(axis=1)]
     if not len(missing):
         return table
-    data, micro_batch = mesh.data, plan.batch.micro_batch
+    data, micro_batch = mesh.data, setup.batch.micro_batch
     mine = missing[data.rank :: data.world].tolist()
     # Equally many forward passes on every rank: a sharded model is gathered by collectives in each.
     forward_passes = math.ceil(math.ceil(len(missing) / data.world) / micro_batch)
@@ -243,7 +246,7 @@ def _table(
     model, sharing, done = opened(), row_sharing(mesh), 0
     with (
         torch.no_grad(),
-        computing_in(plan.compute, mesh.device),
+        computing_in(setup.compute, mesh.device),
         Progress("reference", len(mine), "pairs", quiet=not mesh.is_main) as progress,
     ):
         for batch in batches:

@@ -36,7 +36,7 @@ class RolledBack(Exception):
 
 def roll_back(
     bad: TooManySkipped,
-    plan: TrainSetup,
+    setup: TrainSetup,
     checkpoint: CheckpointHook,
     mesh: Mesh,
     events: EventSink,
@@ -47,7 +47,7 @@ def roll_back(
 
     Collective; the same on every rank.
     """
-    knobs, count = plan.recipe.train.skip, bad.last - bad.first + 1
+    knobs, count = setup.recipe.train.skip, bad.last - bad.first + 1
     what = (
         "loss or gradient was not finite"
         if knobs.spike is None
@@ -68,12 +68,12 @@ def roll_back(
             f"{cause}, and a checkpoint stands behind them; lower train.optimizer.lr, or raise"
             " checkpoint.every"
         )
-    order = plan.order
+    order = setup.order
     span = (
-        order.place(begin * plan.batch.global_batch),
-        order.place((bad.last + 1) * plan.batch.global_batch - 1) + 1,
+        order.place(begin * setup.batch.global_batch),
+        order.place((bad.last + 1) * setup.batch.global_batch - 1) + 1,
     )
-    mesh.from_main(lambda: leave_out(plan, span))
+    mesh.from_main(lambda: leave_out(setup, span))
     events.emit("roll_back", step=checkpoint.saved, cause=cause, samples=list(span))
     if mesh.is_main:
         say(
@@ -86,68 +86,68 @@ def roll_back(
     return RolledBack()
 
 
-def with_left_out(plan: TrainSetup, mesh: Mesh) -> TrainSetup:
+def with_left_out(setup: TrainSetup, mesh: Mesh) -> TrainSetup:
     """The setup without the data that earlier attempts at this same training have left out.
     Collective, since each node may have its own disk.
     """
-    spans = mesh.from_main(lambda: _so_far(plan))
+    spans = mesh.from_main(lambda: _so_far(setup))
     if not spans:
-        return plan
-    every = sorted({*map(tuple, plan.recipe.data.skip), *spans})
-    data = plan.recipe.data.model_copy(update={"skip": every})
+        return setup
+    every = sorted({*map(tuple, setup.recipe.data.skip), *spans})
+    data = setup.recipe.data.model_copy(update={"skip": every})
     return replace(
-        plan,
-        recipe=plan.recipe.model_copy(update={"data": data}),
-        identity={**plan.identity, "data.skip": [list(span) for span in every]},
+        setup,
+        recipe=setup.recipe.model_copy(update={"data": data}),
+        identity={**setup.identity, "data.skip": [list(span) for span in every]},
     )
 
 
-def left_out(plan: TrainSetup, recipe: Recipe) -> list[Span]:
-    """The ranges that `plan` leaves out in addition to the recipe's own `data.skip`."""
-    return [span for span in plan.recipe.data.skip if span not in recipe.data.skip]
+def left_out(setup: TrainSetup, recipe: Recipe) -> list[Span]:
+    """The ranges that `setup` leaves out in addition to the recipe's own `data.skip`."""
+    return [span for span in setup.recipe.data.skip if span not in recipe.data.skip]
 
 
-def _so_far(plan: TrainSetup) -> list[Span]:
+def _so_far(setup: TrainSetup) -> list[Span]:
     """The recorded ranges. If the file was lost with its machine, it is restored from the newest
     checkpoint, which also records them.
     """
-    path = _file(plan.recipe.folder)
-    spans, newest = _read(path, plan), next(iter(committed(plan.recipe.folder.checkpoints)), None)
+    path = _file(setup.recipe.folder)
+    spans, newest = _read(path, setup), next(iter(committed(setup.recipe.folder.checkpoints)), None)
     if newest is None:
         return spans
     check_fields(newest)
-    if _same_training(newest.commit["identity"]) != _same_training(plan.identity):
+    if _same_training(newest.commit["identity"]) != _same_training(setup.identity):
         return spans
     known = [(int(first), int(after)) for first, after in newest.commit["left_out"]]
     if any(span not in spans for span in known):
         spans = [*known, *(span for span in spans if span not in known)]
-        _write(path, plan, spans)
+        _write(path, setup, spans)
     return spans
 
 
-def leave_out(plan: TrainSetup, span: Span) -> None:
+def leave_out(setup: TrainSetup, span: Span) -> None:
     """Record for all later attempts that `span` is left out.
 
     Raises:
         Failed: training has rolled back too often.
     """
-    path, most = _file(plan.recipe.folder), plan.recipe.train.skip.rollbacks
-    spans = _read(path, plan)
+    path, most = _file(setup.recipe.folder), setup.recipe.train.skip.rollbacks
+    spans = _read(path, setup)
     if len(spans) >= most:
         raise Failed(
             f"training went back {len(spans)} times (train.skip.rollbacks) and comes to bad steps"
             " again; lower train.optimizer.lr"
         )
-    _write(path, plan, [*spans, span])
+    _write(path, setup, [*spans, span])
 
 
-def _write(path: Path, plan: TrainSetup, spans: Sequence[Span]) -> None:
+def _write(path: Path, setup: TrainSetup, spans: Sequence[Span]) -> None:
     write_atomic(
-        path, json.dumps({"schema": 1, "of": _same_training(plan.identity), "spans": spans}) + "\n"
+        path, json.dumps({"schema": 1, "of": _same_training(setup.identity), "spans": spans}) + "\n"
     )
 
 
-def _read(path: Path, plan: TrainSetup) -> list[Span]:
+def _read(path: Path, setup: TrainSetup) -> list[Span]:
     try:
         content = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -160,7 +160,7 @@ def _read(path: Path, plan: TrainSetup) -> list[Span]:
     # A file of another training (an earlier recipe) does not apply to this one.
     return (
         [(int(first), int(after)) for first, after in content["spans"]]
-        if content["of"] == _same_training(plan.identity)
+        if content["of"] == _same_training(setup.identity)
         else []
     )
 

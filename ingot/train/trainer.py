@@ -233,7 +233,7 @@ def _find_start(
 
 
 def _announce(
-    plan: TrainSetup,
+    setup: TrainSetup,
     train_state: TrainState,
     mesh: Mesh,
     first: int,
@@ -245,49 +245,49 @@ def _announce(
         ranks = f"{mesh.world} x " if mesh.world > 1 else ""
         onward = f", {'going on' if start else 'beginning'} after step {first:,}" if first else ""
         say(
-            f"train: {plan.recipe.objective.kind}, {size:.1f} M parameters{of_these}, {plan.last:,}"
-            f" steps of {plan.batch.global_batch} x {plan.recipe.data.seq_len} tokens,"
-            f" {plan.compute} on {ranks}{device_name(mesh.device)}{onward}"
+            f"train: {setup.recipe.objective.kind}, {size:.1f} M parameters{of_these},"
+            f" {setup.last:,} steps of {setup.batch.global_batch} x {setup.recipe.data.seq_len}"
+            f" tokens, {setup.compute} on {ranks}{device_name(mesh.device)}{onward}"
         )
-        if start is None and plan.origin and plan.begin and plan.data_begin == plan.begin:
+        if start is None and setup.origin and setup.begin and setup.data_begin == setup.begin:
             say(
                 "train: train.start_from was trained on other data, or in another order; this"
                 " begins with its first row"
             )
-        rows = len(plan.rows) * plan.recipe.objective.samples_per_row
-        for knob, why in too_short(plan.recipe, rows, plan.begin, plan.last, plan.data_begin):
+        rows = len(setup.rows) * setup.recipe.objective.samples_per_row
+        for knob, why in too_short(setup.recipe, rows, setup.begin, setup.last, setup.data_begin):
             say(f"train: warning: {knob}: {why}")
-        if text := _text_of_tokens(plan):
+        if text := _text_of_tokens(setup):
             say(f"train: warning: {text}")
-        if mixture := _mixture(plan):
+        if mixture := _mixture(setup):
             say(f"train: {mixture}")
-        if advice := advice_on_compute(plan.recipe, plan.compute, mesh.device, size):
+        if advice := advice_on_compute(setup.recipe, setup.compute, mesh.device, size):
             say(f"train: {advice}")
-        folder = None if plan.model_spec.random or first else plan.model_spec.folder
-        if plan.recipe.tokenizer.source is not None and folder is not None:
-            strange = why_unfamiliar(plan.recipe, plan.tokenizer, folder)
+        folder = None if setup.model_spec.random or first else setup.model_spec.folder
+        if setup.recipe.tokenizer.source is not None and folder is not None:
+            strange = why_unfamiliar(setup.recipe, setup.tokenizer, folder)
             if strange is not None:
                 say(f"train: warning: tokenizer.source: {strange}")
-        config = plan.model_spec.config
-        knobs = plan.recipe.train.experts
+        config = setup.model_spec.config
+        knobs = setup.recipe.train.experts
         experts = config.experts if isinstance(config, DecoderConfig) else None
-        if plan.model_spec.random and experts and not (knobs.aux_loss or knobs.bias_rate):
+        if setup.model_spec.random and experts and not (knobs.aux_loss or knobs.bias_rate):
             corrected = " or train.experts.bias_rate=0.001" if experts.corrected else ""
             say(
                 "train: warning: nothing balances the load of experts, and from random weights few"
                 f" of them may come to take all tokens; set train.experts.aux_loss=0.001{corrected}"
             )
-        before = start or (None if plan.recipe.train.reset_optimizer else plan.origin)
-        for line in plan.learning_rate.told(first, before.commit if before else {}):
+        before = start or (None if setup.recipe.train.reset_optimizer else setup.origin)
+        for line in setup.learning_rate.told(first, before.commit if before else {}):
             say(f"train: {line}")
 
 
-def _text_of_tokens(plan: TrainSetup) -> str | None:
+def _text_of_tokens(setup: TrainSetup) -> str | None:
     """What `train.tokens` comes to, where rows have places without text, or two sequences each.
     Nothing where the model reads other tokens than the columns have: answers, spans and masks.
     """
-    recipe, rows = plan.recipe, plan.rows
-    knobs, objective, steps = recipe.train, recipe.objective, plan.last - plan.begin
+    recipe, rows = setup.recipe, setup.rows
+    knobs, objective, steps = recipe.train, recipe.objective, setup.last - setup.begin
     is_read_otherwise = objective.samples_answers or recipe.documents == "masked"
     if knobs.tokens is None or is_read_otherwise:
         return None
@@ -303,12 +303,12 @@ def _text_of_tokens(plan: TrainSetup) -> str | None:
     )
 
 
-def _mixture(plan: TrainSetup) -> str | None:
+def _mixture(setup: TrainSetup) -> str | None:
     """What weights make of the sources: a share says nothing of a source's size, so that a small
     one may be repeated many times, and a large one not be seen whole.
     """
-    recipe = plan.recipe
-    passes = plan.order.passes(range(plan.drawn(plan.begin), plan.drawn(plan.last)))
+    recipe = setup.recipe
+    passes = setup.order.passes(range(setup.drawn(setup.begin), setup.drawn(setup.last)))
     if len(passes) == 1:
         return None
     sources, total = recipe.data.train, sum(source.weight for source in recipe.data.train)

@@ -32,7 +32,7 @@ from ingot.models.device import device_name, gpu_usage, measured_peak, peak_memo
 from ingot.parallel.mesh import Mesh, running_mesh
 from ingot.train.hooks import Workload
 from ingot.train.micro_batch.memory import forget_peak, is_out_of_memory
-from ingot.train.micro_batch.trial import Trial, made_up_plan, open_trial
+from ingot.train.micro_batch.trial import Trial, made_up_setup, open_trial
 from ingot.train.setup import TrainSetup, make_setup
 from ingot.train.step import BatchCounts, StepInfo
 from ingot.verify.bench import WARM_UP
@@ -67,7 +67,7 @@ def measure_row(recipe: Recipe, steps: int, into: Path, *, synthetic: bool) -> N
     try:
         with running_mesh(recipe.parallel) as mesh, _memory_limited(mesh):
             row = _measure(
-                made_up_plan(recipe, mesh) if synthetic else make_setup(recipe, mesh), mesh, steps
+                made_up_setup(recipe, mesh) if synthetic else make_setup(recipe, mesh), mesh, steps
             )
             if mesh.is_main:
                 write_atomic(into, json.dumps(row))
@@ -103,12 +103,12 @@ def _memory_limited(mesh: Mesh) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_DATA, before)
 
 
-def _measure(plan: TrainSetup, mesh: Mesh, steps: int) -> dict[str, Any]:
+def _measure(setup: TrainSetup, mesh: Mesh, steps: int) -> dict[str, Any]:
     """Measure the row; collective. Memory is that of the rank that uses most; GPU utilisation is
     the mean.
     """
-    with open_trial(plan, mesh, quick=True) as trial:
-        best = _peak(mesh, plan)
+    with open_trial(setup, mesh, quick=True) as trial:
+        best = _peak(mesh, setup)
         with UsageSampler(mesh.device) as samples:
             seconds, cores, counted = _steps(trial, steps)
         mine = [
@@ -118,25 +118,25 @@ def _measure(plan: TrainSetup, mesh: Mesh, steps: int) -> dict[str, Any]:
             peak_memory_bytes(mesh.device),
             cores,
         ]
-        best = max(best, _peak(mesh, plan))
+        best = max(best, _peak(mesh, setup))
         weights = sum(parameter.numel() for parameter in trial.train_state.model.parameters())
     util, memory, host, process, busy = zip(*mesh.gather(mine), strict=True)
     config, native, on_gpu = (
-        plan.model_spec.config.to_hf(),
-        plan.model_spec.kind == "decoder",
+        setup.model_spec.config.to_hf(),
+        setup.model_spec.kind == "decoder",
         mesh.device.type != "cpu",
     )
     tokens = statistics.mean(step.tokens for step in counted)
     positions = statistics.mean(step.positions for step in counted)
-    work = Workload.of(plan, mesh)
+    work = Workload.of(setup, mesh)
     cost = work.flops_per_token
     reached = positions / seconds * (cost or 0.0)  # padding is computed too
     best = max(best, reached)  # the machine may have been disturbed whenever a peak was measured
     return {
         "status": "measured",
-        "compute": plan.compute,
+        "compute": setup.compute,
         "tokens_per_s": tokens / seconds,
-        "examples_per_s": plan.batch.global_batch / seconds,
+        "examples_per_s": setup.batch.global_batch / seconds,
         "seconds_per_step": seconds,
         "tokens_per_step": tokens,
         "positions_per_step": positions,
@@ -172,7 +172,7 @@ def _steps(trial: Trial, steps: int) -> tuple[float, float, list[BatchCounts]]:
     in the batches.
     """
     times, counted = list[float](), _Counted()
-    with trial.step_function(trial.plan.batch, [counted]) as take:
+    with trial.step_function(trial.setup.batch, [counted]) as take:
         before = take(0)
         for step in range(1, WARM_UP):
             before = take(step)
@@ -204,10 +204,10 @@ def _typical_step_s(times: Sequence[float], device: torch.device) -> float:
     return statistics.median(times) if device.type == "cpu" else statistics.mean(times)
 
 
-def _peak(mesh: Mesh, plan: TrainSetup) -> float:
+def _peak(mesh: Mesh, setup: TrainSetup) -> float:
     """FLOP/s of all ranks together, each computing a large matrix product at the same time."""
     mesh.barrier()
-    best = max(measured_peak(mesh.device, plan.compute) for _ in range(PEAK_TIMES))
+    best = max(measured_peak(mesh.device, setup.compute) for _ in range(PEAK_TIMES))
     [total] = mesh.agree(best)
     return total
 

@@ -28,7 +28,7 @@ from benchmarks.gpu.runner import Runner
 from benchmarks.gpu.steps import flops_of
 from ingot.base.environment import Ranks
 from ingot.parallel.mesh import Mesh
-from ingot.train.micro_batch.trial import made_up_plan
+from ingot.train.micro_batch.trial import made_up_setup
 
 HERE = Asked(torch.device("cpu"), tiny=True, steps=2)
 HEAD = {"device": "a GPU", "commit": "abc"}
@@ -233,9 +233,9 @@ def test_no_dropout_where_devices_are_compared(what: str, tmp_path: Path) -> Non
     """What a GPU draws is not what a CPU draws."""
     asked = Asked(torch.device("cpu"), tiny=False)
     recipe = training.recipe_of(tmp_path, training.sized(training.BESIDE_CPU[what], asked))
-    plan = made_up_plan(recipe, Mesh(Ranks(), asked.device))
+    setup = made_up_setup(recipe, Mesh(Ranks(), asked.device))
     assert recipe.model.lora is None or recipe.model.lora.dropout == 0
-    config = plan.model_spec.config.to_hf()
+    config = setup.model_spec.config.to_hf()
     rates = {name: rate for name, rate in config.items() if "drop" in name}
     assert bool(rates) == (what in ("T5", "BERT"))
     assert not any(rates.values())

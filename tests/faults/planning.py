@@ -400,7 +400,7 @@ FAULTS = [
     Fault(
         "buffers-of-traced-micro-batches-only",
         "ingot/plan/tracing/trace.py",
-        "more = buffers * (plan.batch.micro_steps - len(batches)) // len(batches)",
+        "more = buffers * (setup.batch.micro_steps - len(batches)) // len(batches)",
         "more = 0",
         "a pipeline's buffers are told for the micro-batches that were traced, not for all of a step",
         "tests/plan/tracing/test_trace.py",

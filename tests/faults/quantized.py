@@ -56,7 +56,7 @@ FAULTS = [
     Fault(
         "reference-of-the-whole-base",
         "ingot/train/reference.py",
-        "return plan.recipe.model.quantize if model_spec is plan.model_spec else None",
+        "return setup.recipe.model.quantize if model_spec is setup.model_spec else None",
         "return None",
         "a policy beside four bits is held against the base in full: its first margins are not 0",
         by="tests/objectives/test_quantized.py",

@@ -455,8 +455,8 @@ FAULTS = [
     Fault(
         "left-out-too-little",
         "ingot/train/rollback.py",
-        "order.place((bad.last + 1) * plan.batch.global_batch - 1) + 1",
-        "order.place(bad.last * plan.batch.global_batch - 1) + 1",
+        "order.place((bad.last + 1) * setup.batch.global_batch - 1) + 1",
+        "order.place(bad.last * setup.batch.global_batch - 1) + 1",
         "going back leaves the last bad step's data in",
         "tests/train/test_skipping.py",
     ),
@@ -659,7 +659,7 @@ FAULTS = [
     Fault(
         "reference-of-rows-cut-otherwise",
         "ingot/train/reference.py",
-        '        "truncate": plan.recipe.data.truncate,\n',
+        '        "truncate": setup.recipe.data.truncate,\n',
         "",
         "a changed data.truncate takes the reference of rows that were cut the other way",
         "tests/train/test_reference.py",
@@ -752,7 +752,7 @@ FAULTS = [
     Fault(
         "validation-on-training-rows",
         "ingot/train/evaluation.py",
-        "if plan.recipe.data.holds_out:",
+        "if setup.recipe.data.holds_out:",
         "if True:",
         "where nothing is held out, the loss of training rows is called validation loss",
         "tests/train/test_refused.py",
@@ -848,7 +848,7 @@ FAULTS = [
     Fault(
         "a-reference-of-other-words",
         "ingot/train/reference.py",
-        "    check_reference(source, plan.tokenizer, folder)\n",
+        "    check_reference(source, setup.tokenizer, folder)\n",
         "    pass\n",
         "a reference reads the ids of another tokenizer as other words",
         "tests/train/test_reference.py",

@@ -17,7 +17,7 @@ from ingot.config.shape import flops_per_token
 from ingot.parallel.mesh import Mesh
 from ingot.train.goodput import EventSink, TimeAccount
 from ingot.train.hooks import LogHook, Workload
-from ingot.train.micro_batch.trial import made_up_plan, open_trial
+from ingot.train.micro_batch.trial import made_up_setup, open_trial
 from ingot.train.step import BatchCounts, StepInfo, StepOutcome
 from tests.small import small_recipe
 
@@ -139,7 +139,7 @@ def test_what_lora_keeps_is_counted_without_gradients(tmp_path: Path) -> None:
         Mesh(Ranks(), torch.device("cpu")),
         small_recipe(tmp_path, model__lora={"rank": 1}),
     )
-    setup = made_up_plan(recipe, mesh)
+    setup = made_up_setup(recipe, mesh)
     config, lora = setup.model_spec.config.to_hf(), recipe.model.lora
     told, seq_len = Workload.of(setup, mesh).flops_per_token, recipe.data.seq_len
     assert told == flops_per_token(config, seq_len, lora) < flops_per_token(config, seq_len, None)
@@ -150,12 +150,12 @@ def test_rows_that_only_go_forward_are_counted_so(lora: dict[str, Any], tmp_path
     """KTO's use of its machine was told as 1.5 times what it is."""
     mesh, ratios = Mesh(Ranks(), torch.device("cpu")), list[float]()
     for kind in ("dpo", "kto"):
-        plan = made_up_plan(small_recipe(tmp_path, objective__kind=kind, **lora), mesh)
-        told = Workload.of(plan, mesh).flops_per_token
+        setup = made_up_setup(small_recipe(tmp_path, objective__kind=kind, **lora), mesh)
+        told = Workload.of(setup, mesh).flops_per_token
         assert told is not None
         with (
-            open_trial(plan, mesh, quick=True) as trial,
-            trial.step_function(plan.batch) as take,
+            open_trial(setup, mesh, quick=True) as trial,
+            trial.step_function(setup.batch) as take,
             FlopCounterMode(display=False) as counted,
         ):
             take(0)

@@ -24,7 +24,7 @@ from ingot.data.batches.order import SampleOrder
 from ingot.data.batches.rows import Rows
 from ingot.data.batches.samples import Samples
 from ingot.parallel.mesh import Mesh, running_mesh
-from ingot.train.micro_batch.trial import made_up_plan, made_up_rows, open_trial, with_made_up_rows
+from ingot.train.micro_batch.trial import made_up_rows, made_up_setup, open_trial, with_made_up_rows
 from ingot.train.setup import make_setup
 from tests import tolerances
 from tests.ranks import run_ranks
@@ -126,8 +126,8 @@ def test_each_way_of_training_steps_without_data(way: str, tmp_path: Path) -> No
     recipe = small_recipe(tmp_path, **WAYS[way])
     before = torch.get_rng_state()
     with running_mesh(recipe.parallel) as mesh:
-        plan = made_up_plan(recipe, mesh)
-        with open_trial(plan, mesh, quick=True) as trial, trial.step_function(plan.batch) as take:
+        setup = made_up_setup(recipe, mesh)
+        with open_trial(setup, mesh, quick=True) as trial, trial.step_function(setup.batch) as take:
             outcomes = [take(step) for step in range(2)]
     assert all(
         math.isfinite(float(outcome.loss))
@@ -142,8 +142,8 @@ def test_each_way_of_training_steps_without_data(way: str, tmp_path: Path) -> No
 def first_losses(root: Path, knobs: dict[str, Any]) -> list[float]:
     recipe = small_recipe(root, **knobs)
     with running_mesh(recipe.parallel) as mesh:
-        plan = made_up_plan(recipe, mesh)
-        with open_trial(plan, mesh) as trial, trial.step_function(plan.batch) as take:
+        setup = made_up_setup(recipe, mesh)
+        with open_trial(setup, mesh) as trial, trial.step_function(setup.batch) as take:
             return [float(take(step).loss) for step in range(2)]
 
 
@@ -164,7 +164,7 @@ def test_a_trial_on_two_ranks_takes_the_steps_of_one(
 def test_the_vocabulary_is_that_which_will_be(tmp_path: Path) -> None:
     """A tokenizer that will be trained, one that was prepared, and a model of its own."""
     assert (
-        made_up_plan(
+        made_up_setup(
             small_recipe(tmp_path, tokenizer__vocab_size=777), ALONE
         ).model_spec.config.vocab_size
         == 777
@@ -173,8 +173,8 @@ def test_the_vocabulary_is_that_which_will_be(tmp_path: Path) -> None:
 
 def test_a_prepared_run_keeps_its_tokenizer(root: Path) -> None:
     recipe = small_recipe(root, tokenizer__vocab_size=900)
-    plan = made_up_plan(recipe, ALONE)
-    assert plan.model_spec.config.vocab_size == plan.tokenizer.vocab_size == 320
+    setup = made_up_setup(recipe, ALONE)
+    assert setup.model_spec.config.vocab_size == setup.tokenizer.vocab_size == 320
     real = make_setup(small_recipe(root), ALONE)
     made = with_made_up_rows(real)
     assert made.model_spec == real.model_spec
@@ -183,7 +183,7 @@ def test_a_prepared_run_keeps_its_tokenizer(root: Path) -> None:
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     with pytest.raises(WrongInput, match=r"data.seq_len 4096 exceeds the model's"):
-        made_up_plan(
+        made_up_setup(
             small_recipe(
                 tmp_path,
                 data__seq_len=4096,
@@ -206,5 +206,5 @@ def test_of_a_model_on_the_hub_only_the_configuration_is_fetched(
     recipe = recipe.model_copy(
         update={"tokenizer": recipe.tokenizer.model_copy(update={"source": None})}
     )
-    assert made_up_plan(recipe, ALONE).model_spec.random
+    assert made_up_setup(recipe, ALONE).model_spec.random
     assert asked == [("a/b", None)]

@@ -184,11 +184,11 @@ def test_in_bf16_the_policy_begins_at_its_reference(kept: str, root: Path) -> No
         knobs |= {"model__source": str(folder), "model__config": None, "model__lora": {"rank": 4}}
     recipe = recipe_of(root, **knobs)
     with running_mesh(Parallel()) as mesh:
-        plan = make_setup(recipe, mesh)
-        held = open_reference(plan, mesh)
-        policy = build_train_state(plan, None, reference_tables(plan, mesh), mesh).model
+        setup = make_setup(recipe, mesh)
+        held = open_reference(setup, mesh)
+        policy = build_train_state(setup, None, reference_tables(setup, mesh), mesh).model
         assert {one.dtype for one in held.parameters()} == {torch.bfloat16}
-        batch = next(fixed_batches(plan.rows, [0, 1], 2))
+        batch = next(fixed_batches(setup.rows, [0, 1], 2))
         expected = log_probabilities(policy, batch, mesh)
         assert torch.equal(log_probabilities(held, batch, mesh), expected)
 

@@ -380,7 +380,7 @@ def test_the_last_bit_of_what_an_adapter_was_folded_into(trained: Path, tmp_path
     opened = open_export(recipe)
 
     def compared() -> tuple[int, list[str]]:
-        model = base_model(opened.plan)
+        model = base_model(opened.setup)
         load_adapter(model, recipe.folder.adapter)
         found = compare_weights(model, recipe.folder.model, opened.dtype)
         return found.folded, found.wrong

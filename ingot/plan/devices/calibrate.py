@@ -44,7 +44,7 @@ from ingot.plan.devices.timed import (
 )
 from ingot.plan.devices.types import device_types
 from ingot.plan.seconds import sent_bytes
-from ingot.train.micro_batch.trial import let_go, made_up_plan, open_trial
+from ingot.train.micro_batch.trial import let_go, made_up_setup, open_trial
 
 TIME_LIMIT_S = 70.0
 """No further shape is begun after that."""
@@ -187,8 +187,8 @@ def _timed(shape: ModelShape, compute: Compute, mesh: Mesh) -> TimedStep:
     """A step of this shape; each rank trains alone."""
     device, alone = mesh.device, Mesh(Ranks(), mesh.device)
     recipe = _recipe(shape, compute)
-    plan = made_up_plan(recipe, alone)
-    with open_trial(plan, alone) as trial, trial.step_function(plan.batch) as take:
+    setup = made_up_setup(recipe, alone)
+    with open_trial(setup, alone) as trial, trial.step_function(setup.batch) as take:
         step = iter(range(WARM_UP + 2 * COUNTED))
         for _ in range(WARM_UP):
             take(next(step))

@@ -40,7 +40,7 @@ from ingot.plan.tracing.stand_ins import (
     without_contents,
 )
 from ingot.train.build import draft_model, draft_teacher, make_objectives
-from ingot.train.micro_batch.trial import made_up_plan
+from ingot.train.micro_batch.trial import made_up_setup
 from ingot.train.optim.optimizers import make_optimizer
 from ingot.train.setup import TrainSetup
 from ingot.train.step import DropoutSeeds, StepContext, StepControl, train_step
@@ -79,24 +79,24 @@ def trace_rank(recipe: Recipe, world: int, rank: int = 0, *, kind: str = "cpu") 
 
 def _trace_layers(recipe: Recipe, mesh: Mesh, kind: str, crowding: float) -> RankTrace:
     """The trace of a rank, of models with fewer layers where that tells it too."""
-    plan = made_up_plan(recipe, mesh)
-    counts = _fewer_layers(plan, mesh)
+    setup = made_up_setup(recipe, mesh)
+    counts = _fewer_layers(setup, mesh)
     if counts is None:
-        return _trace(plan, mesh, kind, crowding)
-    small, larger = (made_up_plan(_with_layers(plan, recipe, count), mesh) for count in counts)
+        return _trace(setup, mesh, kind, crowding)
+    small, larger = (made_up_setup(_with_layers(setup, recipe, count), mesh) for count in counts)
     few = _trace(small, mesh, kind, crowding)
     more = _trace(larger, mesh, kind, crowding, few.lengths)
     if few.layers < more.layers and len(few.windows) == len(more.windows):
-        return few.with_layers(_own_layers(plan, mesh, few.layers // counts[0]), more)
-    return _trace(plan, mesh, kind, crowding)
+        return few.with_layers(_own_layers(setup, mesh, few.layers // counts[0]), more)
+    return _trace(setup, mesh, kind, crowding)
 
 
-def _fewer_layers(plan: TrainSetup, mesh: Mesh) -> tuple[int, int] | None:
+def _fewer_layers(setup: TrainSetup, mesh: Mesh) -> tuple[int, int] | None:
     """Numbers of layers from whose traces that of the whole model follows; None if it is small, or
     if its layers differ.
     """
-    config, recipe = plan.model_spec.config, plan.recipe
-    whole = _layers_of_stack(plan)
+    config, recipe = setup.model_spec.config, setup.recipe
+    whole = _layers_of_stack(setup)
     if whole is None:
         return None
     stages = recipe.parallel.pipeline * recipe.parallel.virtual
@@ -123,61 +123,61 @@ def _are_alike(config: DecoderConfig) -> bool:
     return all(len(set(one)) == 1 for one in each)
 
 
-def _layers_of_stack(plan: TrainSetup) -> int | None:
+def _layers_of_stack(setup: TrainSetup) -> int | None:
     """Layers of the model, in each of its stacks; None if its stacks differ, or if nothing is known
     of their layers.
     """
-    config = plan.model_spec.config
+    config = setup.model_spec.config
     if isinstance(config, DecoderConfig):
         return config.num_hidden_layers
-    counts = {config.source[name] for name in _layer_counts(plan)}
+    counts = {config.source[name] for name in _layer_counts(setup)}
     return counts.pop() if config.projects and len(counts) == 1 else None
 
 
-def _layer_counts(plan: TrainSetup) -> list[str]:
+def _layer_counts(setup: TrainSetup) -> list[str]:
     """What the configuration calls the numbers of layers."""
-    config = plan.model_spec.config
+    config = setup.model_spec.config
     if isinstance(config, DecoderConfig):
         return ["num_hidden_layers"]
     return [name for name in STACKS if isinstance(config.source.get(name), int)]
 
 
-def _with_layers(plan: TrainSetup, recipe: Recipe, count: int) -> Recipe:
-    config = {**recipe.model.config, **dict.fromkeys(_layer_counts(plan), count)}
+def _with_layers(setup: TrainSetup, recipe: Recipe, count: int) -> Recipe:
+    config = {**recipe.model.config, **dict.fromkeys(_layer_counts(setup), count)}
     return recipe.model_copy(
         update={"model": recipe.model.model_copy(update={"config": config, "init": "random"})}
     )
 
 
-def _own_layers(plan: TrainSetup, mesh: Mesh, stacks: int) -> int:
+def _own_layers(setup: TrainSetup, mesh: Mesh, stacks: int) -> int:
     """Layers of the whole model that this rank holds; `stacks`: of a model that is not staged."""
-    whole, degree = _layers_of_stack(plan), mesh.pipeline.world
+    whole, degree = _layers_of_stack(setup), mesh.pipeline.world
     assert whole is not None
     if degree == 1:
         return whole * stacks
-    counts = assign_layers(whole, degree * plan.recipe.parallel.virtual)
+    counts = assign_layers(whole, degree * setup.recipe.parallel.virtual)
     return sum(counts[mesh.pipeline.rank :: degree])
 
 
 def _trace(
-    plan: TrainSetup, mesh: Mesh, kind: str, crowding: float, lengths: tuple[int, ...] = ()
+    setup: TrainSetup, mesh: Mesh, kind: str, crowding: float, lengths: tuple[int, ...] = ()
 ) -> RankTrace:
-    batches = _batches(plan, mesh)
+    batches = _batches(setup, mesh)
     staged = mesh.pipeline.world > 1
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     meter = Meter(rounded=kind != "cpu", gloo=kind == "cpu")
-    model = draft_model(plan, plan.model_spec, mesh, planned=True)
-    teacher = _teacher(plan, mesh)
+    model = draft_model(setup, setup.model_spec, mesh, planned=True)
+    teacher = _teacher(setup, mesh)
     on_cpu = contextlib.nullcontext()
-    device = on_cpu if kind == "cpu" else as_on_cuda(model, mesh, meter, plan.recipe)
+    device = on_cpu if kind == "cpu" else as_on_cuda(model, mesh, meter, setup.recipe)
     with new_parameters(), without_contents(meter, crowding), device, fake, meter:
-        _allocate(plan, model, mesh)
-        masters = make_masters(model, mesh, plan.wrapping)
-        knobs, lora = plan.recipe.train, plan.recipe.model.lora
-        optimizer = make_optimizer(knobs.optimizer, masters, plan.recipe.seed, knobs.average, lora)
-        objective = _objective(plan, mesh, teacher)
+        _allocate(setup, model, mesh)
+        masters = make_masters(model, mesh, setup.wrapping)
+        knobs, lora = setup.recipe.train, setup.recipe.model.lora
+        optimizer = make_optimizer(knobs.optimizer, masters, setup.recipe.seed, knobs.average, lora)
+        objective = _objective(setup, mesh, teacher)
         _assign_weights(meter, model, objective, masters)
-        away = [] if kind == "cpu" else _masters_on_host(plan, model, masters, meter)
+        away = [] if kind == "cpu" else _masters_on_host(setup, model, masters, meter)
         built = meter.now
         context = StepContext(
             model.train(),
@@ -185,9 +185,9 @@ def _trace(
             masters,
             optimizer,
             mesh,
-            _control(plan, model, mesh, batches),
-            compute=plan.compute,
-            clip_norm=plan.recipe.train.clip_norm,
+            _control(setup, model, mesh, batches),
+            compute=setup.compute,
+            clip_norm=setup.recipe.train.clip_norm,
         )
         with _watched(masters, meter, away) as accumulated:
             train_step(context, 0)
@@ -202,10 +202,10 @@ def _trace(
         build, before, *windows = meter.peaks([(0, built), (between, between), *stretches])
         # torch's stages keep buffers for what they receive of each micro-batch of a step.
         buffers = before.bytes["temporary"] if staged else 0
-        more = buffers * (plan.batch.micro_steps - len(batches)) // len(batches)
+        more = buffers * (setup.batch.micro_steps - len(batches)) // len(batches)
         buckets, sums = _replication(model, mesh)
         apart = any(master.tensor is not master.parameter for master in masters)
-        untraced = _Untraced(more, buckets, plan.batch.micro_steps > 1, apart)
+        untraced = _Untraced(more, buckets, setup.batch.micro_steps > 1, apart)
         return RankTrace(
             mesh.rank,
             tuple(
@@ -216,7 +216,7 @@ def _trace(
             build,
             {one: count / len(batches) for one, count in passes.items()},
             meter.operators - passes + sums,
-            plan.batch.micro_steps,
+            setup.batch.micro_steps,
             sum(1 for stage in local_stages(model) for _ in layers(stage)),
             (0, 0, 0) if kind == "cpu" else meter.reserved().pieces,
             tuple(last - first for first, last in stretches),
@@ -224,15 +224,15 @@ def _trace(
 
 
 def _control(
-    plan: TrainSetup, model: AnyModel, mesh: Mesh, batches: Sequence[Batch]
+    setup: TrainSetup, model: AnyModel, mesh: Mesh, batches: Sequence[Batch]
 ) -> StepControl:
     """All batches in each step but the first, which only makes the optimizer's state. Noise of
     embeddings, unlike dropout, has no other source than the batch.
     """
-    staged, noisy = mesh.pipeline.world > 1, plan.recipe.model.neftune_alpha is not None
+    staged, noisy = mesh.pipeline.world > 1, setup.recipe.model.neftune_alpha is not None
     return StepControl(
         lambda step: batches[:1] if step == 0 and not staged else batches,
-        DropoutSeeds(model, plan.recipe.seed, mesh) if noisy else None,
+        DropoutSeeds(model, setup.recipe.seed, mesh) if noisy else None,
     )
 
 
@@ -257,27 +257,27 @@ class _Untraced(NamedTuple):
         return use.plus("temporary", self.buffers).plus("gradients", missing)
 
 
-def _teacher(plan: TrainSetup, mesh: Mesh) -> Decoder | None:
-    if plan.teacher is None:
+def _teacher(setup: TrainSetup, mesh: Mesh) -> Decoder | None:
+    if setup.teacher is None:
         return None
-    return draft_teacher(plan.teacher, plan.recipe, plan.compute, mesh)
+    return draft_teacher(setup.teacher, setup.recipe, setup.compute, mesh)
 
 
-def _objective(plan: TrainSetup, mesh: Mesh, teacher: Decoder | None) -> Objective:
+def _objective(setup: TrainSetup, mesh: Mesh, teacher: Decoder | None) -> Objective:
     tables = None
-    if plan.recipe.objective.needs_reference:
-        table = torch.zeros(len(plan.rows), 2)
+    if setup.recipe.objective.needs_reference:
+        table = torch.zeros(len(setup.rows), 2)
         tables = table, table
     return make_objectives(
-        plan.recipe, plan.teacher, tables, plan.compute, mesh, drafted=teacher
+        setup.recipe, setup.teacher, tables, setup.compute, mesh, drafted=teacher
     ).training
 
 
-def _allocate(plan: TrainSetup, model: AnyModel, mesh: Mesh) -> None:
+def _allocate(setup: TrainSetup, model: AnyModel, mesh: Mesh) -> None:
     """Allocate the weights of a model on `meta`; parameters in several places stay so."""
     tied = _tied(model)
-    device = weights_device(mesh, plan.wrapping)
-    materialize_model(model, plan.model_spec, plan.recipe.seed, device, filled=False)
+    device = weights_device(mesh, setup.wrapping)
+    materialize_model(model, setup.model_spec, setup.recipe.seed, device, filled=False)
     if not is_sharded(model):  # FSDP ties them itself
         for first, *others in tied:
             for module, name in others:
@@ -297,19 +297,19 @@ def _replication(model: AnyModel, mesh: Mesh) -> tuple[int, Counter[Operator]]:
     return buckets, Counter([Operator("allreduce_", "float32", 0, buckets, group)])
 
 
-def _batches(plan: TrainSetup, mesh: Mesh) -> list[Batch]:
+def _batches(setup: TrainSetup, mesh: Mesh) -> list[Batch]:
     """The micro-batches of a step: as many as its highest use of memory depends on."""
-    batch, degree = plan.batch, mesh.pipeline.world
+    batch, degree = setup.batch, mesh.pipeline.world
     enough = 2  # gradients of earlier micro-batches are there from the second one on
     if degree > 1:
         from ingot.parallel.schedules import resolved_schedule  # imports torch's pipelining, slow
 
         under_way = {"gpipe": batch.micro_steps, "1f1b": degree + 1}
         enough = under_way.get(
-            resolved_schedule(plan.recipe.parallel, batch.micro_steps), 2 * degree
+            resolved_schedule(setup.recipe.parallel, batch.micro_steps), 2 * degree
         )
     rows = list(range(min(batch.per_rank, enough * batch.micro_batch)))
-    made = fixed_batches(plan.rows, rows, batch.micro_batch)
+    made = fixed_batches(setup.rows, rows, batch.micro_batch)
     return [PlannedBatch(**vars(one)) for one in made]
 
 
@@ -334,10 +334,10 @@ def _assign_weights(meter: Meter, model: AnyModel, objective: Objective, masters
 
 
 def _masters_on_host(
-    plan: TrainSetup, model: AnyModel, masters: Masters, meter: Meter
+    setup: TrainSetup, model: AnyModel, masters: Masters, meter: Meter
 ) -> list[Master]:
     """Those masters that take no memory of the device; tells the meter so."""
-    whole = plan.recipe.memory.offload.weights
+    whole = setup.recipe.memory.offload.weights
     if whole:
         meter.move_to_host(local_tensor(one) for one in model.parameters())
     found = [master for master in masters if whole or master.name in masters.on_host]

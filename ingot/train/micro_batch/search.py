@@ -252,9 +252,9 @@ def _no_gain(tried: Sequence[TriedMicroBatch]) -> bool:
 def _try(
     recipe: Recipe, sizes: Sequence[int], mesh: Mesh, begin: int | None = None
 ) -> FoundMicroBatch:
-    plan = with_made_up_rows(make_setup(_with_size(recipe, sizes[0]), mesh))
+    setup = with_made_up_rows(make_setup(_with_size(recipe, sizes[0]), mesh))
     on_cpu = mesh.device.type == "cpu"
-    with open_trial(plan, mesh, quick=True) as trial:
+    with open_trial(setup, mesh, quick=True) as trial:
         room = room_bytes(mesh.device, mesh.ranks.local_world)
         return search(
             sizes,
@@ -269,14 +269,14 @@ def _probe(trial: Trial, size: int, room: int) -> TriedMicroBatch:
     """Two steps with micro-batches of `size` rows, the second one timed. Same result on all
     ranks.
     """
-    mesh, staged = trial.mesh, trial.plan.recipe.parallel.pipeline > 1
-    per_rank = trial.plan.batch.per_rank
+    mesh, staged = trial.mesh, trial.setup.recipe.parallel.pipeline > 1
+    per_rank = trial.setup.batch.per_rank
     rows = per_rank if staged else min(per_rank, max(size, TRIED_ROWS))
     steps = math.ceil(rows / size)
-    batch = BatchPlan(trial.plan.batch.world * steps * size, size, trial.plan.batch.world)
+    batch = BatchPlan(trial.setup.batch.world * steps * size, size, trial.setup.batch.world)
     if mesh.is_main:
         say(f"train.micro_batch: auto tries {size} {'row' if size == 1 else 'rows'} at once")
-    let_go(compiled=trial.plan.recipe.train.compile)
+    let_go(compiled=trial.setup.recipe.train.compile)
     forget_peak(mesh.device)
     seconds = _seconds(trial, batch)
     peak = OUT if seconds is None else peak_bytes(mesh.device) / room

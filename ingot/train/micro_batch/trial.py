@@ -47,7 +47,7 @@ from ingot.train.teacher import check_teacher, teacher_vocabulary
 class Trial:
     """A training state that is tried."""
 
-    plan: TrainSetup
+    setup: TrainSetup
     mesh: Mesh
     train_state: TrainState
 
@@ -61,18 +61,18 @@ class Trial:
         `batch` may divide the batch differently from the setup. Open one at a time: loaders of the
         same rows share their checks.
         """
-        plan, train_state, mesh = self.plan, self.train_state, self.mesh
-        order = order_of(plan.recipe, plan.rows)  # from its beginning, wherever training begins
-        with contextlib.closing(Loader(plan.rows, order, batch, mesh.data.rank)) as loader:
+        setup, train_state, mesh = self.setup, self.train_state, self.mesh
+        order = order_of(setup.recipe, setup.rows)  # from its beginning, wherever training begins
+        with contextlib.closing(Loader(setup.rows, order, batch, mesh.data.rank)) as loader:
             context = StepContext(
                 train_state.module,
                 train_state.objectives.training,
                 train_state.masters,
                 train_state.optimizer,
                 mesh,
-                StepControl(loader.step, DropoutSeeds(train_state.model, plan.recipe.seed, mesh)),
-                compute=plan.compute,
-                clip_norm=plan.recipe.train.clip_norm,
+                StepControl(loader.step, DropoutSeeds(train_state.model, setup.recipe.seed, mesh)),
+                compute=setup.compute,
+                clip_norm=setup.recipe.train.clip_norm,
                 balance=train_state.balance,
                 hooks=hooks,
             )
@@ -80,7 +80,7 @@ class Trial:
 
 
 @contextlib.contextmanager
-def open_trial(plan: TrainSetup, mesh: Mesh, *, quick: bool = False) -> Iterator[Trial]:
+def open_trial(setup: TrainSetup, mesh: Mesh, *, quick: bool = False) -> Iterator[Trial]:
     """Build the training state of a setup; torch's generators are restored afterwards. Call
     `let_go` once nothing refers to the trial any more. `quick`: random weights may be any, which
     billions are made of in seconds instead of minutes.
@@ -88,8 +88,8 @@ def open_trial(plan: TrainSetup, mesh: Mesh, *, quick: bool = False) -> Iterator
     No reference model is run: it takes no time in a training step.
     """
     table = (
-        torch.zeros(max(len(plan.rows), len(plan.held_out)), 2)
-        if plan.recipe.documents in TWO_ROWS
+        torch.zeros(max(len(setup.rows), len(setup.held_out)), 2)
+        if setup.recipe.documents in TWO_ROWS
         else None
     )
     # Restored so that random draws of a trial do not shift those of the training that follows.
@@ -100,10 +100,10 @@ def open_trial(plan: TrainSetup, mesh: Mesh, *, quick: bool = False) -> Iterator
     )
     with torch.random.fork_rng(**devices):
         yield Trial(
-            plan,
+            setup,
             mesh,
             build_train_state(
-                plan, None, None if table is None else Tables(table, table), mesh, quick=quick
+                setup, None, None if table is None else Tables(table, table), mesh, quick=quick
             ),
         )
 
@@ -243,7 +243,7 @@ def made_up_rows(recipe: Recipe, vocab_size: int) -> Rows | Samples:
     )
 
 
-def made_up_plan(recipe: Recipe, mesh: Mesh) -> TrainSetup:
+def made_up_setup(recipe: Recipe, mesh: Mesh) -> TrainSetup:
     """A setup without prepared data or stored weights: the recipe's model, randomly initialised,
     and its batch, over random rows. Of a model on the hub only the configuration is fetched.
 
@@ -287,12 +287,12 @@ def made_up_plan(recipe: Recipe, mesh: Mesh) -> TrainSetup:
     )
 
 
-def with_made_up_rows(plan: TrainSetup) -> TrainSetup:
+def with_made_up_rows(setup: TrainSetup) -> TrainSetup:
     """The same setup over random rows; it starts from the model's own weights, not another run's
     checkpoint.
     """
-    rows = made_up_rows(plan.recipe, plan.model_spec.config.vocab_size)
-    return replace(plan, rows=rows, held_out=rows, origin=None)
+    rows = made_up_rows(setup.recipe, setup.model_spec.config.vocab_size)
+    return replace(setup, rows=rows, held_out=rows, origin=None)
 
 
 def _tokenizer(recipe: Recipe) -> tuple[Tokenizer, int]:

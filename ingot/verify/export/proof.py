@@ -197,7 +197,7 @@ def _check_logits(
     """Compare transformers' logits, if it opens the folder, with the trainer's."""
     what, held = "logits: trainer and transformers", export.held_out
     try:
-        model = open_transformers(export.recipe.folder.model, export.plan.model_spec.kind)
+        model = open_transformers(export.recipe.folder.model, export.setup.model_spec.kind)
         read = _TransformersLogits(model, transformers_logits(model, held))
     except CannotOpen as error:
         return None, Check(what, False, f"{error}; {REPAIR}")
@@ -220,7 +220,7 @@ def _check_logits(
     )
     if gap.largest > most:
         return read, Check(
-            what, False, f"{detail}, at {held.place(gap.at, export.plan.tokenizer)}; {REPAIR}"
+            what, False, f"{detail}, at {held.place(gap.at, export.setup.tokenizer)}; {REPAIR}"
         )
     rounding = (
         ""
@@ -243,7 +243,7 @@ def _check_adapter(
     what, folder = "adapter", export.recipe.folder.adapter
     if trained is None or read is None:
         return [Check(what, False, f"there is no merged model to compare {folder} with; see above")]
-    beside = base_model(export.plan)
+    beside = base_model(export.setup)
     try:
         load_adapter(beside, folder)
     except WrongInput as error:
@@ -294,14 +294,14 @@ def _check_adapter(
 
 
 def _check_peft(export: ExportedRun, adapter_logits: torch.Tensor) -> Check:
-    what, model_spec = "adapter in PEFT", export.plan.model_spec
+    what, model_spec = "adapter in PEFT", export.setup.model_spec
     if model_spec.folder is None or model_spec.random:
         return Check(
             what,
             None,
             "the base is drawn at random, so there is no folder that PEFT could open it from",
         )
-    changed, labels = changed_config(export.plan), labels_of(model_spec)
+    changed, labels = changed_config(export.setup), labels_of(model_spec)
     adapter = export.recipe.folder.adapter
     try:
         held = read_adapter_config(adapter).heads
@@ -314,7 +314,7 @@ def _check_peft(export: ExportedRun, adapter_logits: torch.Tensor) -> Check:
     if model is None:
         return Check(what, None, "PEFT is not installed; `pip install peft` to have it compared")
     gap = logit_difference(adapter_logits, transformers_logits(model, export.held_out))
-    most, where = logit_bound(gap.size), export.held_out.place(gap.at, export.plan.tokenizer)
+    most, where = logit_bound(gap.size), export.held_out.place(gap.at, export.setup.tokenizer)
     told = f", beside its base with {', '.join(changed)} of model.config" if changed else ""
     detail = (
         f"largest difference {gap.largest:.1e} (bound {most:.1e}) of logits up to"
@@ -351,10 +351,10 @@ def _check_server(
 
 
 def _compare_answers(export: ExportedRun, url: str, model: TransformersModel, most: float) -> Check:
-    recipe, tokenizer = export.recipe, export.plan.tokenizer
+    recipe, tokenizer = export.recipe, export.setup.tokenizer
     if model.kind == "decoder":
         room = min(
-            LONGEST_PROMPT, export.plan.model_spec.config.max_position_embeddings - NEW_TOKENS
+            LONGEST_PROMPT, export.setup.model_spec.config.max_position_embeddings - NEW_TOKENS
         )
         return check_decoder(
             url,
@@ -383,7 +383,7 @@ def _compare_answers(export: ExportedRun, url: str, model: TransformersModel, mo
 
 def _check_chat_template(export: ExportedRun) -> Check:
     try:
-        return check_chats(export.recipe, prepared_for(export.recipe), export.plan.tokenizer)
+        return check_chats(export.recipe, prepared_for(export.recipe), export.setup.tokenizer)
     except WrongInput as error:
         return Check(CHATS, None, f"there are no held-out chats to write: {error}")
 

@@ -167,7 +167,7 @@ MACHINE_DEPENDENT = ("precision.compute",)
 class ExportedRun:
     """A trained run and the record of its export."""
 
-    plan: TrainSetup
+    setup: TrainSetup
     lineage: Mapping[str, Any]
     found: CommittedCheckpoint | None
     """The checkpoint that was exported."""
@@ -177,7 +177,7 @@ class ExportedRun:
 
     @property
     def recipe(self) -> Recipe:
-        return self.plan.recipe
+        return self.setup.recipe
 
     @property
     def step(self) -> int:
@@ -213,20 +213,20 @@ def open_export(recipe: Recipe) -> ExportedRun:
         )
     # One process rebuilds the model, however many trained it.
     alone = recipe.model_copy(update={"parallel": Parallel()})
-    plan = make_setup(alone, alone_on_cpu())
+    setup = make_setup(alone, alone_on_cpu())
     averaged = (lineage.get("average") or {}).get("steps", [])
     found, gone = _exported_checkpoint(recipe, int(lineage["step"]), averaged)
     if found is not None:
         before, now = (
             {key: value for key, value in identity.items() if key not in MACHINE_DEPENDENT}
-            for identity in (found.commit["identity"], plan.identity)
+            for identity in (found.commit["identity"], setup.identity)
         )
         if changed := changes(before, now):
             raise WrongInput(
                 f"{found.folder} is of another recipe: {'; '.join(changed)}; give the recipe that"
                 " was trained, or run `ingot train`"
             )
-    return ExportedRun(plan, lineage, found, gone, held_out(plan.held_out, plan.model_spec.kind))
+    return ExportedRun(setup, lineage, found, gone, held_out(setup.held_out, setup.model_spec.kind))
 
 
 def alone_on_cpu() -> Mesh:
@@ -275,10 +275,10 @@ def rebuild(export: ExportedRun) -> RebuiltModel:
     Raises:
         WrongInput: the exported weights cannot be read, or are not those of this architecture.
     """
-    plan, lora = export.plan, export.recipe.model.lora
+    setup, lora = export.setup, export.recipe.model.lora
     if export.found is None:
-        model_spec = replace(plan.model_spec, folder=export.recipe.folder.model, random=False)
-        model = build_model(model_spec, plan.recipe.seed, CPU, filled=True).eval()
+        model_spec = replace(setup.model_spec, folder=export.recipe.folder.model, random=False)
+        model = build_model(model_spec, setup.recipe.seed, CPU, filled=True).eval()
         return RebuiltModel(
             training_logits(model, export.held_out),
             None,
@@ -287,9 +287,9 @@ def rebuild(export: ExportedRun) -> RebuiltModel:
             sum(parameter.ndim > 1 for parameter in model.parameters()),
         )
     # A checkpoint of a run with an adapter contains only the adapter.
-    model = build_model(plan.model_spec, plan.recipe.seed, CPU, filled=lora is not None)
+    model = build_model(setup.model_spec, setup.recipe.seed, CPU, filled=lora is not None)
     if lora is not None:
-        add_lora(model, lora, plan.recipe.seed)
+        add_lora(model, lora, setup.recipe.seed)
     masters = Masters(model, alone_on_cpu())
     load_checkpoint(export.found, masters, None, alone_on_cpu())
     if export.average is not None:
@@ -315,9 +315,9 @@ def merged_quantize(recipe: Recipe) -> Quantize | None:
     return None if quantize is None or quantize.merge_into == "original" else quantize
 
 
-def base_model(plan: TrainSetup) -> AnyModel:
+def base_model(setup: TrainSetup) -> AnyModel:
     """The model that training started from, without an adapter."""
-    return build_model(plan.model_spec, plan.recipe.seed, CPU, filled=True).eval()
+    return build_model(setup.model_spec, setup.recipe.seed, CPU, filled=True).eval()
 
 
 def compare_bases(export: ExportedRun, beside: AnyModel, original: Tensor) -> tuple[Tensor, Check]:

@@ -78,12 +78,12 @@ class SmallRun:
             ),
         )
 
-    def plan(self, mesh: Mesh) -> TrainSetup:
+    def setup(self, mesh: Mesh) -> TrainSetup:
         """The training setup of this rank."""
-        plan = _plan_of(json.dumps(set_knobs(self.original)))
-        rows, held_out = (_small_rows(rows, self.seq_len) for rows in (plan.rows, plan.held_out))
+        setup = _setup_of(json.dumps(set_knobs(self.original)))
+        rows, held_out = (_small_rows(rows, self.seq_len) for rows in (setup.rows, setup.held_out))
         return replace(
-            plan,
+            setup,
             recipe=self.small,
             batch=batch_plan(self.small.train, self.small.parallel, mesh.world),
             model_spec=self.model_spec,
@@ -103,22 +103,22 @@ def make_small(recipe: Recipe, folder: Path) -> SmallRun:
     """
     own = scaled_layout(recipe).parallel
     asked = recipe.model_copy(update={"parallel": Parallel(), "memory": MemorySettings()})
-    plan = _plan_of(json.dumps(set_knobs(asked)))
+    setup = _setup_of(json.dumps(set_knobs(asked)))
     seq_len = min(SEQ_LEN, recipe.data.seq_len // 16 * 16 or recipe.data.seq_len)
     teacher = (
-        None if plan.teacher is None else small_teacher(plan.teacher, folder / "teacher", seq_len)
+        None if setup.teacher is None else small_teacher(setup.teacher, folder / "teacher", seq_len)
     )
     return SmallRun(
         asked,
         _small_recipe(asked, seq_len, teacher),
-        small_spec(plan.model_spec, seq_len, own),
+        small_spec(setup.model_spec, seq_len, own),
         teacher,
         seq_len,
     )
 
 
 @cache
-def _plan_of(recipe: str) -> TrainSetup:
+def _setup_of(recipe: str) -> TrainSetup:
     """The setup of the recipe, made once per process, since reading a large tokenizer takes a
     second.
     """

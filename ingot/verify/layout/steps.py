@@ -65,12 +65,12 @@ def train_rank(shrunk: SmallRun) -> RankResult:
     """
     here = ranks()
     mesh = _mesh(here, degrees_of(shrunk.small.parallel, here.world))
-    return _train_steps(shrunk.plan(mesh), mesh)
+    return _train_steps(shrunk.setup(mesh), mesh)
 
 
 def train_alone(shrunk: SmallRun) -> RankResult:
     """Train the same in this process alone, with all rows in one micro-batch."""
-    return _train_steps(shrunk.plan(Mesh(Ranks(), CPU)), Mesh(Ranks(), CPU))
+    return _train_steps(shrunk.setup(Mesh(Ranks(), CPU)), Mesh(Ranks(), CPU))
 
 
 @cache
@@ -79,10 +79,10 @@ def _mesh(here: Ranks, degrees: Degrees) -> Mesh:
     return make_mesh(here, CPU, degrees)
 
 
-def _train_steps(plan: TrainSetup, mesh: Mesh) -> RankResult:
-    train_state = build_train_state(plan, None, reference_tables(plan, mesh), mesh)
-    _fill_adapter(train_state, plan.recipe.seed)
-    loader = UnevenLoader(plan.rows, plan.order, plan.batch, mesh.data.rank)
+def _train_steps(setup: TrainSetup, mesh: Mesh) -> RankResult:
+    train_state = build_train_state(setup, None, reference_tables(setup, mesh), mesh)
+    _fill_adapter(train_state, setup.recipe.seed)
+    loader = UnevenLoader(setup.rows, setup.order, setup.batch, mesh.data.rank)
     objective = train_state.objectives.training
     losses, norms, weights, targets = (
         list[float](),
@@ -102,13 +102,13 @@ def _train_steps(plan: TrainSetup, mesh: Mesh) -> RankResult:
         train_state.masters,
         train_state.optimizer,
         mesh,
-        StepControl(fetch, DropoutSeeds(train_state.model, plan.recipe.seed, mesh)),
-        compute=plan.compute,
+        StepControl(fetch, DropoutSeeds(train_state.model, setup.recipe.seed, mesh)),
+        compute=setup.compute,
         balance=train_state.balance,
     )
     # Clipping hides a wrong scale of gradients but depends on the norm, so steps alternate with and
     # without it.
-    clipped = replace(unclipped, clip_norm=plan.recipe.train.clip_norm)
+    clipped = replace(unclipped, clip_norm=setup.recipe.train.clip_norm)
     try:
         for step in range(STEPS):
             outcome = train_step(clipped if step % 2 else unclipped, step)

@@ -22,7 +22,7 @@ from ingot.plan.tracing import trace
 from ingot.plan.tracing.records import DISPATCH, SPREAD, MemoryUse, Operator, RankTrace
 from ingot.plan.tracing.stand_ins import counted_dispatches
 from ingot.plan.tracing.workers import TraceRequest, trace_all
-from ingot.train.micro_batch.trial import made_up_plan, open_trial
+from ingot.train.micro_batch.trial import made_up_setup, open_trial
 from tests.ranks import run_ranks
 from tests.tolerances import TRACED_MEMORY
 
@@ -146,8 +146,8 @@ def test_selective_recomputation_asks_python_as_often_as_planned(recipe: Any) ->
         times += 1
 
     with running_mesh(asked.parallel) as mesh:
-        plan = made_up_plan(asked, mesh)
-        with open_trial(plan, mesh) as trial, trial.step_function(plan.batch) as take:
+        setup = made_up_setup(asked, mesh)
+        with open_trial(setup, mesh) as trial, trial.step_function(setup.batch) as take:
             take(0)
             with counted_dispatches(note):
                 take(1)

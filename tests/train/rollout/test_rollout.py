@@ -169,16 +169,16 @@ def test_an_epoch_is_a_pass_over_the_prompts(
     """However many steps take the same answers, and however many sets a step may draw."""
     recipe = digits_recipe(ready, settings, train__steps=None, train__epochs=epochs)
     with running_mesh() as mesh:
-        plan = make_setup(recipe, mesh)
+        setup = make_setup(recipe, mesh)
     updates, sets = settings.get("updates", 1), 1 + settings.get("sample_again", 0)
     each = sets * recipe.train.global_batch // OBJECTIVE["group"]
-    passed, all_rows = each * plan.last / updates, (epochs or 1) * len(plan.rows)
+    passed, all_rows = each * setup.last / updates, (epochs or 1) * len(setup.rows)
     assert all_rows - each / updates < passed <= all_rows
-    ends = Recurrence("epoch", len(plan.rows) * recipe.objective.samples_per_row, 16)
-    due = [step for step in range(1, plan.last + 1) if ends.is_due(step)]
-    assert (len(due), due[-1]) == (epochs or 1, plan.last)
-    assert planned_steps(recipe, Range.exactly(float(len(plan.rows)))) == Range.exactly(
-        float(plan.last)
+    ends = Recurrence("epoch", len(setup.rows) * recipe.objective.samples_per_row, 16)
+    due = [step for step in range(1, setup.last + 1) if ends.is_due(step)]
+    assert (len(due), due[-1]) == (epochs or 1, setup.last)
+    assert planned_steps(recipe, Range.exactly(float(len(setup.rows)))) == Range.exactly(
+        float(setup.last)
     )
 
 
