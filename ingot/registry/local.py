@@ -28,7 +28,7 @@ from ingot.base.runfolder import shared_lock
 from ingot.base.storage import atomic_folder, disk_errors, fsync_folder
 from ingot.config.models.content import read_lineage, tensor_digests
 from ingot.registry.database import open_database
-from ingot.registry.versions import LiveChange, LocalVersion, stale_decision
+from ingot.registry.versions import LiveChange, LocalVersion, stale_decision, unknown_version
 
 MARKER = "VERSION.json"
 STAGED = ".incoming-"
@@ -70,17 +70,9 @@ class LocalRegistry:
     def version(self, name: str, number: int) -> LocalVersion:
         """One version. Raises WrongInput, naming the existing versions, where it is unknown."""
         known = self.versions(name)
-        if not known:
-            raise WrongInput(
-                f"nothing is registered as {name} in {self.path}; it knows"
-                f" {', '.join(self.names()) or 'no name'}; run `ingot register` first"
-            )
         found = next((version for version in known if version.number == number), None)
         if found is None:
-            raise WrongInput(
-                f"{name} has no version {number} in {self.path}; it has"
-                f" {', '.join(str(version.number) for version in known)}"
-            )
+            raise unknown_version(self, name, number, [version.number for version in known])
         return found
 
     def live(self, name: str) -> LocalVersion | None:

@@ -114,6 +114,20 @@ class ModelRegistry(Protocol[AnyVersion]):
         """The version's files as a local folder, downloaded if necessary."""
 
 
+def unknown_version(
+    registry: ModelRegistry[Any], name: str, number: int, known: Sequence[int]
+) -> WrongInput:
+    """The error where `name` has no version `number`, only those `known`."""
+    if not known:
+        return WrongInput(
+            f"nothing is registered as {name} in {registry.place}; it knows"
+            f" {', '.join(registry.names()) or 'no name'}; run `ingot register` first"
+        )
+    return WrongInput(
+        f"{name} has no version {number} in {registry.place}; it has {', '.join(map(str, known))}"
+    )
+
+
 def stale_decision(name: str, live: int | None, compared: int | None) -> WrongInput:
     """The error where version `live` went live after the gate compared a model with `compared`
     (None: no version).

@@ -28,7 +28,7 @@ from ingot.cloud.vertex import models
 from ingot.cloud.vertex.jobs import http_status_of
 from ingot.cloud.vertex.models import ModelVersion
 from ingot.config.recipe import Recipe
-from ingot.registry.versions import LiveChange, VertexVersion
+from ingot.registry.versions import LiveChange, VertexVersion, unknown_version
 from ingot.registry.vertexai import objects
 from ingot.registry.vertexai.objects import (
     SCHEMA,
@@ -81,17 +81,9 @@ class VertexRegistry:
     def version(self, name: str, number: int) -> VertexVersion:
         """One version. Raises WrongInput, naming the existing versions, where it is unknown."""
         known = self._listed(name)
-        if not known:
-            raise WrongInput(
-                f"nothing is registered as {name} in {self.place}; it knows"
-                f" {', '.join(self.names()) or 'no name'}; run `ingot register` first"
-            )
         found = next((version for version in known if version.number == number), None)
         if found is None:
-            raise WrongInput(
-                f"{name} has no version {number} in {self.place}; it has"
-                f" {', '.join(str(version.number) for version in known)}"
-            )
+            raise unknown_version(self, name, number, [version.number for version in known])
         return self._version(name, found)
 
     def live(self, name: str) -> VertexVersion | None:
