@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ingot.base.errors import WrongInput
-from ingot.base.exact_json import parse_json
 from ingot.data.documents.extra_columns import refuse_unread, tools_of
 from ingot.data.documents.messages import (
     LAYOUTS,
@@ -26,6 +24,7 @@ from ingot.data.documents.messages import (
     hh_messages,
     messages_of,
     missing_columns,
+    parse_stored,
     stored,
     text_of,
     with_system,
@@ -73,12 +72,7 @@ def from_chat(chat: str) -> Chat:
     Raises:
         WrongInput: it is no such chat.
     """
-    try:
-        return Chat(**parse_json(chat))
-    except (ValueError, TypeError):
-        raise WrongInput(
-            f"{chat[:60]!r} is not a chat as `ingot ingest` stores it; run `ingot ingest` again"
-        ) from None
+    return parse_stored(Chat, chat, "a chat")
 
 
 def _messages(record: Mapping[str, Any], layout: str, columns: ColumnNames) -> list[Message]:

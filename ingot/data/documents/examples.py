@@ -7,10 +7,14 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ingot.base.errors import WrongInput
-from ingot.base.exact_json import parse_json
 from ingot.base.progress import say
-from ingot.data.documents.messages import ColumnNames, RecordError, check_columns, stored
+from ingot.data.documents.messages import (
+    ColumnNames,
+    RecordError,
+    check_columns,
+    parse_stored,
+    stored,
+)
 from ingot.data.documents.records import BadRecord, ParsedDocument
 
 PAIR = ("source", "target")
@@ -78,23 +82,12 @@ def to_labelled(
 
 def from_pair(pair: str) -> Pair:
     """Parse what `to_pair` wrote. Raises WrongInput if it is no such pair."""
-    try:
-        return Pair(**parse_json(pair))
-    except (ValueError, TypeError):
-        raise WrongInput(
-            f"{pair[:60]!r} is not a pair as `ingot ingest` stores it; run `ingot ingest` again"
-        ) from None
+    return parse_stored(Pair, pair, "a pair")
 
 
 def from_labelled(labelled: str) -> Labelled:
     """Parse what `to_labelled` wrote. Raises WrongInput if it is no such text."""
-    try:
-        return Labelled(**parse_json(labelled))
-    except (ValueError, TypeError):
-        raise WrongInput(
-            f"{labelled[:60]!r} is not a labelled text as `ingot ingest` stores it; run `ingot"
-            " ingest` again"
-        ) from None
+    return parse_stored(Labelled, labelled, "a labelled text")
 
 
 def _label(value: Any, name: str, labels: Sequence[str], classes: Sequence[str]) -> int:

@@ -10,7 +10,7 @@ import functools
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from ingot.base.errors import WrongInput
 from ingot.base.exact_json import compact_json, parse_json
@@ -18,6 +18,7 @@ from ingot.data.documents.records import BadRecord, ParsedDocument, checked
 from ingot.tokenizers.chats.chat import MARKS, is_trained
 
 Message = dict[str, Any]
+AnyDocument = TypeVar("AnyDocument")
 ColumnNames = Mapping[str, str]
 """Standard name of a column -> its name in the record."""
 
@@ -83,6 +84,20 @@ def stored(row: int, make: Callable[[], Mapping[str, Any]]) -> ParsedDocument | 
         return BadRecord(row, fault.reason, fault.detail, fault.keys, stops=fault.stops)
     except (TypeError, ValueError, RecursionError) as error:
         return BadRecord(row, "not JSON", str(error)[:80])
+
+
+def parse_stored(kind: Callable[..., AnyDocument], text: str, what: str) -> AnyDocument:
+    """The document of which `stored` wrote `text`.
+
+    Raises:
+        WrongInput: it is no such document.
+    """
+    try:
+        return kind(**parse_json(text))
+    except (ValueError, TypeError):
+        raise WrongInput(
+            f"{text[:60]!r} is not {what} as `ingot ingest` stores it; run `ingot ingest` again"
+        ) from None
 
 
 @functools.lru_cache(maxsize=64)

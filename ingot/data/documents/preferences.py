@@ -13,8 +13,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from ingot.base.errors import WrongInput
-from ingot.base.exact_json import parse_json
 from ingot.data.documents.extra_columns import refuse_unread, tools_of
 from ingot.data.documents.messages import (
     BESIDE,
@@ -29,6 +27,7 @@ from ingot.data.documents.messages import (
     has_content,
     hh_messages,
     missing_columns,
+    parse_stored,
     stored,
     with_system,
 )
@@ -97,13 +96,7 @@ def from_preference(preference: str) -> Preference:
     Raises:
         WrongInput: it is no such preference.
     """
-    try:
-        return Preference(**parse_json(preference))
-    except (ValueError, TypeError):
-        raise WrongInput(
-            f"{preference[:60]!r} is not a preference as `ingot ingest` stores it; run `ingot"
-            " ingest` again"
-        ) from None
+    return parse_stored(Preference, preference, "a preference")
 
 
 def _checked(found: Preference) -> Preference:

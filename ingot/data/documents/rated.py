@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ingot.base.errors import WrongInput
-from ingot.base.exact_json import parse_json
 from ingot.data.documents.extra_columns import refuse_unread, tools_of
 from ingot.data.documents.messages import (
     LAYOUTS,
@@ -25,6 +24,7 @@ from ingot.data.documents.messages import (
     column,
     has_content,
     missing_columns,
+    parse_stored,
     stored,
     with_system,
 )
@@ -99,13 +99,7 @@ def from_rated(rated: str) -> Rated:
     Raises:
         WrongInput: it is no such rated answer.
     """
-    try:
-        return Rated(**parse_json(rated))
-    except (ValueError, TypeError):
-        raise WrongInput(
-            f"{rated[:60]!r} is not a rated answer as `ingot ingest` stores it; run `ingot ingest`"
-            " again"
-        ) from None
+    return parse_stored(Rated, rated, "a rated answer")
 
 
 def _rated(record: Mapping[str, Any], layout: str, columns: ColumnNames) -> Rated:
