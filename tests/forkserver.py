@@ -199,7 +199,7 @@ def _make_ready() -> None:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     importlib.import_module("ingot.cli.app").command()
-    importlib.import_module("ingot.report.page").template()
+    importlib.import_module("ingot.report.page").template("page.html")
 
 
 if __name__ == "__main__":

@@ -4,14 +4,12 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 from rich.console import Console
 from rich.table import Table
@@ -22,6 +20,7 @@ from ingot.base.progress import duration
 from ingot.base.runfolder import RunFolder
 from ingot.base.storage import write_atomic
 from ingot.report.formatting import count, short
+from ingot.report.page import template
 from ingot.report.plots import PlotLine, PlotPanel, bar_chart, line_chart
 
 COLOURS = ("c0", "c1", "c2", "c3", "c4", "c5")
@@ -112,7 +111,7 @@ def render_bench(report: Row, root: Path) -> str:
         }
         for number, row in enumerate(report["rows"])
     ]
-    return _template().render(
+    return template("bench.html").render(
         name=report["name"],
         root=str(root),
         sentence=_sentence(report),
@@ -126,18 +125,6 @@ def render_bench(report: Row, root: Path) -> str:
         version=report["ingot"],
         measured=time.strftime("%Y-%m-%d %H:%M", time.localtime(report["time"])),
     )
-
-
-@functools.cache
-def _template() -> Template:
-    loader = PackageLoader("ingot.report", ".")
-    return Environment(
-        loader=loader,
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    ).get_template("bench.html")
 
 
 def _title(report: Row) -> str:

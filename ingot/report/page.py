@@ -50,7 +50,7 @@ def write_page(run: RunFolder, doing: str = "", metrics: MetricsFile | None = No
 def render(view: RunView) -> str:
     """The page as HTML. That of a verb at work asks the browser to load it again."""
     top = headline(view)
-    return template().render(
+    return template("page.html").render(
         view=view,
         headline=top,
         reload_s=RELOAD_S if view.doing else 0,
@@ -83,7 +83,7 @@ def render(view: RunView) -> str:
 
 
 @functools.cache
-def template() -> Template:
+def template(name: str) -> Template:
     loader = PackageLoader("ingot.report", ".")
     return Environment(
         loader=loader,
@@ -91,7 +91,7 @@ def template() -> Template:
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-    ).get_template("page.html")
+    ).get_template(name)
 
 
 def _progress(view: RunView) -> dict[str, Any] | None:
