@@ -29,6 +29,7 @@ from ingot.base.errors import (
 )
 from ingot.base.processes import preexec_die_with_parent
 from ingot.base.runfolder import RunFolder
+from ingot.base.runlog import AppendedLines
 from ingot.config.load import load_recipe, split_arguments
 from ingot.config.recipe import Recipe
 from ingot.config.shipped import resolve, tell_names
@@ -206,7 +207,7 @@ class Run:
 
     def metrics(self) -> list[StepMetrics]:
         """Everything that was logged so far."""
-        return _MetricsTail(self.folder.metrics, since=-math.inf).read()
+        return list(_read_metrics(self.folder.metrics, AppendedLines(), since=-math.inf))
 
     def model(self) -> Model:
         """The trained model."""
@@ -316,50 +317,32 @@ def _error(verb: str, code: int, message: str) -> IngotError:
 
 def _logged(path: Path, verb: _Verb) -> Iterator[StepMetrics]:
     """What is logged from now on, until the verb is over."""
-    tail = _MetricsTail(path, since=time.time())
+    lines, since = AppendedLines(), time.time()
     while True:
         over = verb.over()  # asked before reading, so that nothing is missed
-        yield from tail.read()
+        yield from _read_metrics(path, lines, since)
         if over:
             return
         time.sleep(POLL_S)
 
 
-class _MetricsTail:
-    """Reads lines that were appended to `metrics.jsonl`, or are new in a file that took its place:
-    a training that goes on from a checkpoint writes the file anew, without later steps.
-    """
+def _read_metrics(path: Path, lines: AppendedLines, since: float) -> Iterator[StepMetrics]:
+    """What was logged after `since`, of the lines that were not read yet."""
+    while found := lines.next(path)[0]:
+        lines.done(found)
+        for line in found:
+            yield from _parse(line, since)
 
-    def __init__(self, path: Path, since: float) -> None:
-        self._path, self._since, self._at, self._inode = path, since, 0, -1
 
-    def read(self) -> list[StepMetrics]:
-        try:
-            stream = self._path.open("rb")
-        except FileNotFoundError:
-            return []
-        with stream:
-            inode = stream.fileno() and self._path.stat().st_ino
-            if inode != self._inode:
-                self._inode, self._at = inode, 0
-            stream.seek(self._at)
-            found = []
-            for line in stream:
-                if not line.endswith(b"\n"):
-                    break
-                self._at += len(line)
-                found += self._parse(line)
-            return found
-
-    def _parse(self, line: bytes) -> list[StepMetrics]:
-        try:
-            value = json.loads(line)
-            step, when = int(value.pop("step")), float(value.pop("t_wall"))
-        except (ValueError, KeyError, TypeError):  # torn by a crash
-            return []
-        if when <= self._since:
-            return []
-        return [StepMetrics(step, {k: math.nan if v is None else v for k, v in value.items()})]
+def _parse(line: bytes, since: float) -> list[StepMetrics]:
+    try:
+        value = json.loads(line)
+        step, when = int(value.pop("step")), float(value.pop("t_wall"))
+    except (ValueError, KeyError, TypeError):  # torn by a crash
+        return []
+    if when <= since:
+        return []
+    return [StepMetrics(step, {k: math.nan if v is None else v for k, v in value.items()})]
 
 
 def in_notebook() -> bool:

@@ -10,13 +10,17 @@ import json
 import math
 import os
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any, Protocol
 
 from ingot.base.progress import say
 from ingot.base.storage import disk_errors, fsync_folder, lock_file, write_atomic
+
+MOST_LINES = 1000
+"""Lines of a growing file that are held at once, so that a long run's are never all in memory."""
 
 
 def append_line(path: Path, value: dict[str, Any]) -> None:
@@ -69,6 +73,44 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
                 continue
             if isinstance(value, dict):
                 yield value
+
+
+class AppendedLines:
+    """What was appended to a file of lines since it was last read, a part at a time. If the last
+    line is no longer in its place, a resumed run has written the file anew: then from its
+    beginning. `tail_bytes`: begin that far before the end, where only the newest lines are wanted.
+    """
+
+    def __init__(self, tail_bytes: int | None = None) -> None:
+        self._tail_bytes = tail_bytes
+        self._at, self._last = 0, b""
+
+    def next(self, path: Path) -> tuple[list[bytes], bool]:
+        """The next complete lines, at most MOST_LINES, the same until `done` is called; and whether
+        they are the first of the file. Without a file there are none.
+        """
+        try:
+            stream = path.open("rb")
+        except (FileNotFoundError, NotADirectoryError):
+            self._at, self._last = 0, b""
+            return [], True
+        with stream:
+            stream.seek(self._at - len(self._last))
+            if stream.read(len(self._last)) != self._last:
+                self._at, self._last = 0, b""
+                stream.seek(0)
+            begins = not self._last
+            size = os.fstat(stream.fileno()).st_size
+            if begins and self._tail_bytes is not None and size > self._tail_bytes:
+                stream.seek(size - self._tail_bytes)
+                stream.readline()
+                self._at = stream.tell()
+            lines = takewhile(lambda line: line.endswith(b"\n"), islice(stream, MOST_LINES))
+            return list(lines), begins
+
+    def done(self, lines: Sequence[bytes]) -> None:
+        """Go on after these lines."""
+        self._at, self._last = self._at + sum(map(len, lines)), lines[-1]
 
 
 def record_event(

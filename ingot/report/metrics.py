@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from array import array
 from bisect import bisect_left
 from dataclasses import dataclass, field
@@ -11,6 +10,8 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 import orjson
+
+from ingot.base.runlog import AppendedLines
 
 MOST_KEYS = 400
 """A file with more keys keeps the first ones, so that a reader's memory is bounded."""
@@ -40,7 +41,7 @@ class MetricsFile:
 
     def __init__(self, path: Path, tail_bytes: int | None = None) -> None:
         """`tail_bytes`: begin that far before the end, where only the newest values are wanted."""
-        self.path, self._tail = path, tail_bytes
+        self.path, self._lines = path, AppendedLines(tail_bytes)
         self._clear()
 
     def _clear(self) -> None:
@@ -48,33 +49,22 @@ class MetricsFile:
         self.columns: dict[str, MetricColumn] = {}
         self.texts: list[tuple[float, str, str]] = []
         """(step, key, text): samples, mostly."""
-        self._inode, self._offset, self._last = 0, 0, 0.0
+        self._last = 0.0
 
     def refresh(self) -> bool:
         """Read what is new; returns whether anything was. A missing file is an empty one."""
-        try:
-            stream = self.path.open("rb")
-        except (FileNotFoundError, NotADirectoryError):
-            changed = bool(self.steps)
-            self._clear()
-            return changed
-        with stream:
-            about = os.fstat(stream.fileno())
-            if about.st_ino != self._inode or about.st_size < self._offset:
+        changed = False
+        while True:
+            lines, anew = self._lines.next(self.path)
+            if anew:
+                changed = changed or bool(self.steps)
                 self._clear()
-                self._inode = about.st_ino
-                if self._tail is not None and about.st_size > self._tail:
-                    stream.seek(about.st_size - self._tail)
-                    stream.readline()
-                    self._offset = stream.tell()
-            stream.seek(self._offset)
-            before = self._offset
-            for line in stream:
-                if not line.endswith(b"\n"):
-                    break  # being written now
-                self._offset += len(line)
+            if not lines:
+                return changed
+            for line in lines:
                 self._add(line)
-        return self._offset > before
+            self._lines.done(lines)
+            changed = True
 
     def points(self, key: str) -> tuple[list[float], list[float]]:
         """Steps and values of `key`."""

@@ -14,12 +14,12 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
 
 from ingot.base.errors import WrongInput
 from ingot.base.progress import say
+from ingot.base.runlog import AppendedLines
 from ingot.cloud.clients import GoogleClients, call_api, google_errors, message_types
 from ingot.cloud.instances import resource_name
 from ingot.cloud.vertex.jobs import http_status_of
@@ -28,10 +28,6 @@ LOOK_S = 30.0
 """Seconds between two checks for new metrics."""
 END_S = 60.0
 """Timeout for the last upload when a run ends."""
-MOST_POINTS = 1000
-"""Points per time series and request, and lines read at a time, so that a long run's metrics are
-never all in memory.
-"""
 RUN = "train"
 _TYPES = "google.cloud.aiplatform_v1"
 _EXISTS = 409
@@ -95,7 +91,7 @@ class TensorboardRun:
         self._google, self._name = google, name
         self._experiment = f"{tensorboard_name(google)}/experiments/{resource_name(name)}"
         self._series: dict[str, _Series] | None = None
-        self._at, self._last = 0, b""
+        self._lines = AppendedLines()
 
     def send(self, metrics: Path) -> int:
         """Upload what the file has and the service has not; returns the number of points.
@@ -106,9 +102,9 @@ class TensorboardRun:
         """
         sent = 0
         try:
-            while lines := self._next_lines(metrics):
+            while lines := self._lines.next(metrics)[0]:
                 sent += self._send(_points(lines))
-                self._at, self._last = self._at + sum(map(len, lines)), lines[-1]
+                self._lines.done(lines)
             return sent
         except WrongInput as error:
             if http_status_of(error) == 404:
@@ -116,18 +112,6 @@ class TensorboardRun:
                     f"{error} (cloud.tensorboard {self._google.cloud.tensorboard})"
                 ) from error
             raise
-
-    def _next_lines(self, metrics: Path) -> list[bytes]:
-        """The next complete lines, at most MOST_POINTS. If the last line that was sent is no longer
-        in its place, a resumed run has rewritten the file: then from its beginning.
-        """
-        with contextlib.suppress(FileNotFoundError), metrics.open("rb") as stream:
-            stream.seek(self._at - len(self._last))
-            if stream.read(len(self._last)) != self._last:
-                self._at, self._last = 0, b""
-                stream.seek(0)
-            return list(takewhile(lambda line: line.endswith(b"\n"), islice(stream, MOST_POINTS)))
-        return []
 
     def _send(self, points: Mapping[str, list[tuple[int, float, float]]]) -> int:
         """Upload the points beyond the highest step of their series; returns their number."""
