@@ -10,7 +10,9 @@ from typing import Any
 import torch
 
 from ingot.base.errors import WrongInput
-from ingot.base.runfolder import model_folder
+from ingot.base.progress import say
+from ingot.base.runfolder import RunFolder, model_folder
+from ingot.config.models.content import earlier_model
 from ingot.models.native.decoder import Decoder
 from ingot.serve.native.model import load
 from ingot.serve.predict import PredictOptions, predict_locally
@@ -43,6 +45,8 @@ class Model:
     def __init__(self, folder: str | Path, *, any_template: bool = True) -> None:
         """`any_template`: also load a chat model whose template was replaced since its training."""
         self.folder = model_folder(Path(folder))
+        if doubt := earlier_model(RunFolder(Path(folder))):
+            say(f"note: {doubt}")
         self._loaded = load(self.folder, any_template=any_template)
         self.kind, self.tokenizer = self._loaded.kind, self._loaded.tokenizer
 

@@ -205,12 +205,15 @@ def _folder(source: str) -> Path:
 
     if source.startswith("hf:"):
         return fetch_model(source.removeprefix("hf:"))
-    folder = Path(source) if is_meta(Path(source)) else find_target(source).folder
-    if folder is None:
+    if is_meta(Path(source)):
+        return Path(source)
+    found = find_target(source)
+    if found.folder is None:
         raise WrongInput(
             f"{source} is an address; give a model folder, a run folder or hf:ORG/NAME"
         )
-    return folder
+    found.tell_doubt()
+    return found.folder
 
 
 def _adapter(folder: Path) -> Path:

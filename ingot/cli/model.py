@@ -17,6 +17,7 @@ from ingot.base.runfolder import RunFolder
 from ingot.cli.arguments import settings_without_recipe, values
 from ingot.cli.output import print_json
 from ingot.config.load import read_recipe, split_arguments
+from ingot.config.models.content import earlier_model
 from ingot.config.recipe import Recipe
 from ingot.config.shipped import names
 from ingot.registry.verbs import registered_version, registry_of
@@ -27,7 +28,8 @@ _REGISTERED = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9._-]*)(?:@v?(?P<version
 @dataclass(frozen=True)
 class Target:
     """The location of a model: exactly one of `folder` and `url` is given; `recipe` holds the
-    settings to use with it. `version`: of a registered model.
+    settings to use with it. `version`: of a registered model. `doubt`: that it may be an earlier
+    training's, in words.
     """
 
     name: str
@@ -35,6 +37,12 @@ class Target:
     url: str | None
     recipe: Recipe
     version: int | None = None
+    doubt: str | None = None
+
+    def tell_doubt(self) -> None:
+        """Say what is not certain about the model, which is used all the same."""
+        if self.doubt is not None:
+            say(f"note: {self.doubt}")
 
 
 def find_target(target: str, more: Sequence[str] = ()) -> Target:
@@ -55,7 +63,7 @@ def find_target(target: str, more: Sequence[str] = ()) -> Target:
         )
     if path.is_file() or path.suffix in (".yaml", ".yml"):
         recipe = read_recipe([target, *more])
-        return Target(recipe.name, _model_of(recipe.folder), None, recipe)
+        return _of_run(recipe.name, recipe.folder, recipe)
     return _registered(target, more)
 
 
@@ -69,7 +77,7 @@ def _from_folder(path: Path, more: Sequence[str]) -> Target:
             if run.recipe.exists()
             else settings_without_recipe(more)
         )
-        return Target(path.resolve().name, _model_of(run), None, recipe)
+        return _of_run(path.resolve().name, run, recipe)
     if not any(path.iterdir()):
         raise WrongInput(f"{path} is an empty folder; give a model folder or a run folder")
     raise WrongInput(
@@ -78,12 +86,12 @@ def _from_folder(path: Path, more: Sequence[str]) -> Target:
     )
 
 
-def _model_of(run: RunFolder) -> Path:
+def _of_run(name: str, run: RunFolder, recipe: Recipe) -> Target:
     if not (run.model / "config.json").exists():
         raise WrongInput(
             f"{run.root} holds no trained model (no {run.model}); run `ingot train` first"
         )
-    return run.model
+    return Target(name, run.model, None, recipe, doubt=earlier_model(run))
 
 
 def _registered(target: str, more: Sequence[str]) -> Target:
@@ -92,7 +100,7 @@ def _registered(target: str, more: Sequence[str]) -> Target:
     match = _REGISTERED.fullmatch(target)
     if target in names() and recipe.registry.kind == "local" and not (path / target).is_dir():
         recipe = read_recipe([target, *more])
-        return Target(recipe.name, _model_of(recipe.folder), None, recipe)
+        return _of_run(recipe.name, recipe.folder, recipe)
     if match is None:
         raise WrongInput(
             f"{target} is no model folder, run folder, recipe, address or name of a registered"
@@ -182,6 +190,7 @@ def _served(target: str, arguments: Sequence[str]) -> tuple[Target, Path]:
         path = Path(target)
         return Target(path.name, path, None, settings_without_recipe(arguments)), path
     found = find_target(target, arguments)
+    found.tell_doubt()
     if found.version is not None and "@" not in target:
         say(
             f"{target} is v{found.version}, live now; start this server again once `ingot deploy`"
@@ -209,6 +218,7 @@ def predict_once(
     found = find_target(
         target, [*files, *(argument for argument in overrides if argument not in own)]
     )
+    found.tell_doubt()
     from ingot.base.environment import secret
     from ingot.serve.predict import predict
 

@@ -36,7 +36,7 @@ from ingot.base.runlog import record_event
 from ingot.base.storage import find_files, is_remote, stamp, write_atomic
 from ingot.config.identity import changes
 from ingot.config.load import dump_recipe
-from ingot.config.models.content import read_lineage
+from ingot.config.models.content import earlier_model
 from ingot.config.recipe import Recipe
 from ingot.launch.supervisor.supervise import COMMIT
 from ingot.pipeline.steps import PipelineStep, upstream_steps
@@ -358,11 +358,7 @@ def _check_model_is_current(step: PipelineStep, recipe: Recipe) -> None:
         if changed := _changed_since(item, recipe):
             say(f"note: `{item.verb}` was done with another recipe ({'; '.join(changed)})")
         of_run = item.verb == "train" and recipe.evaluate.model is None
-        if of_run and did_not_end(run.steps, "train") and (made := read_lineage(run.model)):
-            told = (
-                f"`train` was begun in {run.root} and did not end, so {run.model} (step"
-                f" {made.get('step')}) may be an earlier training's"
-            )
+        if of_run and (told := earlier_model(run)):
             if step.verb in ("gate", "register"):
                 raise WrongInput(
                     f"{told}; run `ingot train` to its end, or set evaluate.model={run.model} if"

@@ -19,15 +19,16 @@ from ingot.base.reports import (
     EvaluationReport,
     Metric,
     PipelineStepRecord,
-    read_record,
     read_report,
 )
 from ingot.base.runfolder import RunFolder
 from ingot.base.runlog import read_lines
+from ingot.config.models.content import earlier_model
 from ingot.report.formatting import median, timestamp
 from ingot.report.goodput import Goodput, goodput
 from ingot.report.life import ENDS, FAILED, at_work, last_beat, last_changed, last_sign, saved_step
 from ingot.report.metrics import MEMORY, MetricsFile, is_number
+from ingot.report.records import read_records
 
 CURVES = (
     "train/loss",
@@ -41,19 +42,6 @@ CURVES = (
 RATE = "train/examples_per_s"
 RECENT_LINES = 50
 """Logged steps by which the time left is told."""
-DECISIONS = ("gate", "register", "deploy", "serve", "predict")
-"""Steps about a model that is there already."""
-STEP_ORDER = (
-    "ingest",
-    "prepare",
-    "train",
-    "evaluate",
-    "gate",
-    "register",
-    "deploy",
-    "serve",
-    "predict",
-)
 Value = TypeVar("Value")
 _YAML = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
@@ -88,8 +76,8 @@ class RunView:
     progress: RunProgress | None
     """Where the last training stands; None where it cannot be known."""
     records: list[PipelineStepRecord]
-    """Records of finished pipeline steps, in pipeline order; not what was decided about an earlier
-    model, nor its answer.
+    """Records of finished pipeline steps, in pipeline order; not what was measured or decided of an
+    earlier model, nor its answer.
     """
     events: list[dict[str, Any]]
     goodput: Goodput | None
@@ -103,7 +91,7 @@ class RunView:
     answer: dict[str, Any] | None
     """The served model's answer, `reports/predict.json`."""
     lineage: dict[str, Any]
-    """`model/ingot.json`."""
+    """`model/ingot.json`; empty where that may be an earlier training's."""
     plan: dict[str, Any] | None
     """What `ingot plan --keep` said, `reports/plan.json`."""
     decided: Mapping[str, dict[str, Any]]
@@ -120,8 +108,15 @@ class RunView:
     """When the run last changed, seconds since the epoch."""
     last_sign: float | None
     """When a process at work on it was last heard of, seconds since the epoch."""
-    notes: list[str]
+    unread: list[str]
     """One sentence for each file that could not be read."""
+    left_out: list[str]
+    """What lies in the folder and is not of its last training, a sentence each."""
+
+    @property
+    def notes(self) -> list[str]:
+        """What a reader of all this should know."""
+        return [*self.unread, *self.left_out]
 
     def knob(self, path: str) -> Any:
         """The value at a dotted path of the recipe, or None."""
@@ -255,13 +250,16 @@ def read_run(run: RunFolder, doing: str = "", metrics: MetricsFile | None = None
     recipe = (
         read_or_note(run.recipe, lambda path: _mapping(yaml.load(recipe_text, Loader=_YAML))) or {}
     )
-    evaluation = read_or_note(
-        run.reports / "evaluate.json", lambda path: _sanitized(read_report(path))
-    )
     read_or_note(run.metrics, lambda path: metrics.refresh())
     events = read_or_note(run.events, lambda path: list(read_lines(path))) or []
-    lineage = read_or_note(run.model / "ingot.json", _read_json) or {}
-    records, earlier = _records(run.steps)
+    records, earlier = read_records(run.steps)
+    doubt = earlier_model(run)
+    lineage = read_or_note(run.model / "ingot.json", _read_json) or {} if doubt is None else {}
+    evaluation = None
+    if "evaluate" not in earlier:
+        evaluation = read_or_note(
+            run.reports / "evaluate.json", lambda path: _sanitized(read_report(path))
+        )
     running, beat = bool(doing) or at_work(run), last_beat(run)
     return RunView(
         name=str(recipe.get("name") or run.root.resolve().name),
@@ -292,8 +290,21 @@ def read_run(run: RunFolder, doing: str = "", metrics: MetricsFile | None = None
         doing=doing,
         changed=last_changed(run),
         last_sign=last_sign(beat, events, metrics.times[-1:]),
-        notes=read_or_note.notes,
+        unread=read_or_note.notes,
+        left_out=_left_out(doubt, earlier),
     )
+
+
+def _left_out(doubt: str | None, earlier: set[str]) -> list[str]:
+    """Why the model's lineage or its measures are not told, though they are there."""
+    if doubt is not None:
+        return [f"{doubt}; it, and what was measured and decided of it, is left out here"]
+    if "evaluate" in earlier:
+        return [
+            "reports/evaluate.json is about a model that lay here before, and is left out; `ingot"
+            " evaluate` measures this one"
+        ]
+    return []
 
 
 class _Reading:
@@ -375,26 +386,3 @@ def _sanitized(report: EvaluationReport) -> EvaluationReport:
         report.base,
         report.schema,
     )
-
-
-def _records(folder: Path) -> tuple[list[PipelineStepRecord], set[str]]:
-    """The records in order, and the verbs of DECISIONS whose records are left out: they read what a
-    step before them made earlier, as where the gate since keeps the live model.
-    """
-    found = (
-        [read_record(folder, path.stem) for path in sorted(folder.glob("*.json"))]
-        if folder.is_dir()
-        else []
-    )
-    place = {step: number for number, step in enumerate(STEP_ORDER)}
-    timed = [record for record in found if record is not None and is_number(record.seconds)]
-    timed.sort(key=lambda record: place.get(str(record.step), len(place)))
-    made, earlier = {str(record.step): record.outputs for record in timed}, set[str]()
-    for record in timed:
-        knobs = record.knobs if isinstance(record.knobs, dict) else {}
-        read = {verb: knobs[f"from {verb}"] for verb in made if f"from {verb}" in knobs}
-        if record.step in DECISIONS and any(
-            verb in earlier or made[verb] != outputs for verb, outputs in read.items()
-        ):
-            earlier.add(record.step)
-    return [record for record in timed if str(record.step) not in earlier], earlier

@@ -247,7 +247,7 @@ def row(name: str, view: RunView) -> dict[str, Any]:
         "state": top.state,
         "mood": "live" if view.running else top.mood,
         "running": view.running,
-        "error": "; ".join(view.notes),
+        "error": "; ".join(view.unread),
         "step": view.steps_done or None,
         "last": done.last if done else view.knob("train.steps"),
         "left_s": done.left_s if done and view.running else None,

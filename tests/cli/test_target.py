@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 
 from ingot.base.errors import WrongInput
-from ingot.base.reports import EvaluationReport, Metric
-from ingot.cli.model import find_target
+from ingot.base.reports import (
+    EvaluationReport,
+    Metric,
+    PipelineStepRecord,
+    begin_record,
+    write_record,
+)
+from ingot.cli.model import find_target, predict_once
 from ingot.registry.local import LocalRegistry
 
 
@@ -54,6 +61,22 @@ def test_a_run_folder_brings_its_recipe(place: Path) -> None:
         Path("runs/mine/model"),
         1234,
     )
+
+
+@pytest.mark.parametrize("target", ["runs/mine", "r.yaml"])
+def test_a_model_that_may_be_of_an_earlier_training_is_told_as_such(
+    place: Path, target: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (place / "runs/mine/model/ingot.json").write_text('{"step": 40}', encoding="utf-8")
+    begin_record(Path("runs/mine/reports/steps"), "train")
+    with pytest.raises(WrongInput, match="tokenizer"):
+        predict_once(target, "a", [])
+    told = "note: `train` was begun in .*runs/mine and has not ended, so .* .step 40. may be an"
+    assert re.search(told, capsys.readouterr().err)
+    write_record(
+        Path("runs/mine/reports/steps"), PipelineStepRecord("train", "in", "out", 1.0, "", "")
+    )
+    assert find_target(target).doubt is None
 
 
 def test_a_recipe(place: Path) -> None:

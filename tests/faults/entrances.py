@@ -313,8 +313,8 @@ FAULTS = [
     ),
     Fault(
         "answer-of-an-earlier-model",
-        "ingot/report/run_view.py",
-        "        if record.step in DECISIONS and any(\n",
+        "ingot/report/records.py",
+        "        if record.step in ABOUT_MODEL and any(\n",
         "        if not record and any(\n",
         "of a model that the gate kept the page tells that it is live and what it answered",
         "tests/report/test_page.py",
@@ -614,5 +614,21 @@ FAULTS = [
         "        if False\n",
         "a file that nobody touched is told to have changed",
         "tests/pipeline/test_steps.py",
+    ),
+    Fault(
+        "model-of-an-earlier-training",
+        "ingot/cli/model.py",
+        "doubt=earlier_model(run)",
+        "doubt=None",
+        "`predict` and `serve` answer by the model of an earlier training and do not say so",
+        "tests/cli/test_target.py",
+    ),
+    Fault(
+        "figures-of-an-earlier-training",
+        "ingot/report/records.py",
+        '        made["train"] = None\n',
+        "        pass\n",
+        "the page of an unfinished training has the figures of the model before it",
+        "tests/report/test_page.py",
     ),
 ]

@@ -260,7 +260,7 @@ def test_the_model_of_an_earlier_training_is_not_taken_for_that_of_one_that_did_
         run_step(step_named("train"), changed, _stopped, STAMPS)
     work = Counted(recipe)
     run_step(step_named("evaluate"), changed, work, STAMPS)
-    told = "`train` was begun in .* and did not end, so .*/model .step 4. may be an earlier"
+    told = "`train` was begun in .* and has not ended, so .*/model .step 4. may be an earlier"
     assert re.search(f"note: {told} training's", capsys.readouterr().err)
     for verb in ("gate", "register"):
         with pytest.raises(WrongInput, match=f"{told}.*set evaluate.model={model}"):

@@ -17,6 +17,7 @@ from ingot.base.reports import (
     EvaluationReport,
     Metric,
     PipelineStepRecord,
+    begin_record,
     read_record,
     read_report,
     write_record,
@@ -358,6 +359,37 @@ def test_what_was_deployed_of_an_earlier_model_is_not_told_of_this_one(run: RunF
     write_record(run.steps, replace(evaluate, outputs="measured again"))
     view = read_run(run)
     assert (view.gate, view.state) == (None, "done up to evaluate"), "it decided before"
+
+
+def test_an_earlier_model_is_not_told_of_a_training_that_was_begun_since(run: RunFolder) -> None:
+    for verb, after in (("evaluate", "train"), ("gate", "evaluate"), ("register", "gate")):
+        record = read_record(run.steps, verb)
+        assert record is not None
+        write_record(run.steps, replace(record, knobs={f"from {after}": "out"}))
+    assert "bits for each byte" in Page(write_page(run)).text
+    begin_record(run.steps, "train")
+    view, page = read_run(run), Page(write_page(run))
+    assert (view.evaluation, view.gate, view.lineage, view.unread) == (None, None, {}, [])
+    assert [record.step for record in view.records] == ["ingest", "prepare", "serve"]
+    assert "Training has come to step 300; no model is made of it yet." in page.text
+    assert "bits for each byte" not in page.text
+    assert "(step 300) may be an earlier training's; it, and what was measured" in page.text
+
+
+def test_measures_of_the_model_before_are_not_told_of_one_trained_since(run: RunFolder) -> None:
+    for verb, knobs in (("evaluate", {"from train": "out"}), ("train", {})):
+        record = read_record(run.steps, verb)
+        assert record is not None
+        write_record(run.steps, replace(record, knobs=knobs))
+    assert read_run(run).evaluation is not None
+    assert read_run(run).notes == []
+    train = read_record(run.steps, "train")
+    assert train is not None
+    write_record(run.steps, replace(train, outputs="another model"))
+    view = read_run(run)
+    assert (view.evaluation, view.examples) == (None, [])
+    assert view.lineage, "the model that lies there is this training's"
+    assert "about a model that lay here before" in Page(write_page(run)).text
 
 
 @pytest.mark.parametrize(("kind", "told"), [("sft", True), ("dpo", False), ("grpo", False)])

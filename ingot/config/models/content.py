@@ -17,6 +17,8 @@ import xxhash
 
 from ingot.base.errors import WrongInput
 from ingot.base.markers import fingerprint
+from ingot.base.reports import did_not_end
+from ingot.base.runfolder import RunFolder
 from ingot.config.models.source import CONFIG, model_config
 
 LINEAGE = "ingot.json"
@@ -46,6 +48,18 @@ def read_lineage(folder: Path) -> dict[str, Any] | None:
     except (FileNotFoundError, NotADirectoryError, ValueError):
         return None
     return lineage if isinstance(lineage, dict) else None
+
+
+def earlier_model(run: RunFolder) -> str | None:
+    """That the model of a run may be an earlier training's, in words: its training was begun since
+    and has not ended. None where it is that of the last one, or there is none.
+    """
+    if not did_not_end(run.steps, "train") or (made := read_lineage(run.model)) is None:
+        return None
+    return (
+        f"`train` was begun in {run.root} and has not ended, so {run.model} (step"
+        f" {made.get('step')}) may be an earlier training's"
+    )
 
 
 def started_from(lineage: Mapping[str, Any] | None) -> str | None:
