@@ -16,6 +16,7 @@ from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any, Protocol
 
+from ingot.base.masking import keys_hidden
 from ingot.base.progress import say
 from ingot.base.storage import disk_errors, fsync_folder, lock_file, write_atomic
 
@@ -133,7 +134,7 @@ def record_event(
         "kind": kind,
         "step": step,
         "seconds": seconds,
-        "cause": cause,
+        "cause": keys_hidden(cause),
         **more,
     }
     append_line(path, event)

@@ -14,6 +14,7 @@ from typing import Any
 
 from ingot.base.errors import differing
 from ingot.base.markers import fingerprint
+from ingot.base.masking import keys_hidden
 from ingot.base.runfolder import model_folder
 from ingot.base.storage import sampled_sha256, sha256_file
 from ingot.config.doors import (
@@ -101,7 +102,8 @@ def training_identity(recipe: Recipe) -> dict[str, Any]:
         (FAMILIES, str(recipe.model.config.get("model_type", ""))),
     )
     rewards = [(REWARDS, reward.kind) for reward in getattr(recipe.objective, "rewards", [])]
-    return chosen | packages_of((*kinds, *rewards))
+    identity: dict[str, Any] = keys_hidden(chosen | packages_of((*kinds, *rewards)))
+    return identity
 
 
 def weights_identity(recipe: Recipe) -> dict[str, str]:

@@ -21,6 +21,7 @@ import ingot
 from ingot.base.environment import ranks
 from ingot.base.errors import Failed, IngotError, Stopped, WrongInput, differing
 from ingot.base.markers import fingerprint, read_marker
+from ingot.base.masking import keys_hidden
 from ingot.base.progress import say
 from ingot.base.reports import (
     PipelineStepRecord,
@@ -225,7 +226,9 @@ def step_inputs(
     if folders := step.folders(recipe):
         known = {} if last is None else last.knobs.get("folders", {})
         reads["folders"] = {
-            folder: _or_as_read(step, partial(_folder_stamp, folder), known.get(folder))
+            folder: _or_as_read(
+                step, partial(_folder_stamp, folder), known.get(keys_hidden(folder))
+            )
             for folder in folders
         }
     if step.verb in stamps:
@@ -237,9 +240,12 @@ def step_inputs(
 
 
 def _as_stored(reads: dict[str, Any]) -> dict[str, Any]:
-    """Through JSON, as the stored record goes, so that the two compare equal."""
-    plain: dict[str, Any] = json.loads(json.dumps(reads, sort_keys=True, allow_nan=False))
-    return plain
+    """Through JSON, as the stored record goes, so that the two compare equal; keys and logins in
+    addresses are not stored.
+    """
+    plain = json.loads(json.dumps(reads, sort_keys=True, allow_nan=False))
+    stored: dict[str, Any] = keys_hidden(plain)
+    return stored
 
 
 def _data_stands(
@@ -370,4 +376,6 @@ def _check_model_is_current(step: PipelineStep, recipe: Recipe) -> None:
 def _changed_since(step: PipelineStep, recipe: Recipe) -> list[str]:
     """How the knobs of `step` differ from those that it was last done with."""
     record = read_record(recipe.folder.steps, step.verb)
-    return [] if record is None else changes(record.knobs.get("knobs", {}), step.knobs(recipe))
+    if record is None:
+        return []
+    return changes(keys_hidden(record.knobs.get("knobs", {})), keys_hidden(step.knobs(recipe)))

@@ -14,6 +14,7 @@ from typing import Any
 
 from ingot.base.errors import WrongInput
 from ingot.base.hub import HubCommit, push_files
+from ingot.base.masking import keys_hidden
 from ingot.base.reports import EvaluationReport, read_record, read_report
 from ingot.base.runfolder import RunFolder
 from ingot.config.models.content import CONTENT, LINEAGE, check_content, read_lineage
@@ -186,8 +187,9 @@ def _sources(
 ) -> list[DataSource] | None:
     """The sources of the columns that were trained on; None if those are gone."""
     record = read_record(run.steps, "prepare")
-    manifest = _json(run.columns / "manifest.json")
+    manifest = keys_hidden(_json(run.columns / "manifest.json"))
     known = record is not None and record.outputs == made.get("data") and "splits" in manifest
+    licenses = {keys_hidden(source): name for source, name in options.data_licenses.items()}
     found = [
         DataSource(
             shown_source(each["source"]),
@@ -195,13 +197,13 @@ def _sources(
             each["documents"],
             each["bytes"],
             each["tokens"],
-            options.data_licenses.get(each["source"]) or BUILT_IN_LICENSES.get(each["source"]),
+            licenses.get(each["source"]) or BUILT_IN_LICENSES.get(each["source"]),
         )
         for split, sources in (manifest["splits"].items() if known else ())
         for each in sources
     ]
     given = {each["source"] for sources in manifest.get("splits", {}).values() for each in sources}
-    if unknown := [source for source in options.data_licenses if source not in given]:
+    if unknown := [source for source in licenses if source not in given]:
         raise WrongInput(
             f"--data-license {unknown[0]}: no such source in {run.root} (it has"
             f" {', '.join(sorted(given)) or 'none'})"

@@ -11,6 +11,7 @@ from typing import Any
 
 from ingot.base.heartbeat import HeartbeatWriter
 from ingot.base.markers import fingerprint
+from ingot.base.masking import keys_hidden, masked
 from ingot.base.progress import Progress
 from ingot.base.runfolder import RunFolder
 from ingot.base.runlog import FailSafeSink, JsonLines, Resumed, TensorBoard, WeightsAndBiases
@@ -324,7 +325,7 @@ def open_sinks(
     sinks: list[JsonLines | FailSafeSink] = [JsonLines(run.metrics, resume_step, owed)]
     if recipe.track.tensorboard:
         sinks.append(FailSafeSink("TensorBoard", lambda: TensorBoard(run.tensorboard, resume_step)))
-    knobs = {"recipe": dump_recipe(recipe)}
+    knobs = {"recipe": masked(dump_recipe(recipe))}
     if (wandb := recipe.track.wandb) is not None:
         place = {"entity": wandb.entity, "tags": wandb.tags or None}
         sinks.append(
@@ -338,7 +339,7 @@ def open_sinks(
     resumed = Resumed(resume_step, tuple(owed))
     if (mlflow := recipe.track.mlflow) is not None:
         called = (mlflow.uri, mlflow.experiment, mlflow.name or recipe.name, run_id)
-        values = recipe.model_dump(mode="json")
+        values = keys_hidden(recipe.model_dump(mode="json"))
         sinks.append(FailSafeSink("MLflow", lambda: MLflow(*called, values, mlflow.tags, resumed)))
     if (trackio := recipe.track.trackio) is not None:
         name, about = trackio.name or recipe.name, {"tags": trackio.tags, **knobs}

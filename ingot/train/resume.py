@@ -15,6 +15,7 @@ from typing import Any
 from ingot.base.environment import REPLICA_VARIABLE
 from ingot.base.errors import Failed, WrongInput
 from ingot.base.markers import fingerprint
+from ingot.base.masking import keys_hidden
 from ingot.base.progress import say
 from ingot.base.remote.replica import push
 from ingot.base.runfolder import RunFolder
@@ -188,7 +189,7 @@ def _so_far(identity: Mapping[str, Any], found: CommittedCheckpoint) -> dict[str
         [(first, after) for first, after in skipped],
     )
     return {
-        **identity,
+        **keys_hidden(dict(identity)),
         "data.skip": [list(span) for span in identity.get("data.skip", []) if span[0] < place],
     }
 

@@ -1195,4 +1195,28 @@ FAULTS = [
         "evaluation reads texts that are normalised otherwise than those trained on",
         "tests/data/test_prepare.py",
     ),
+    Fault(
+        "key-in-a-record",
+        "ingot/pipeline/incremental.py",
+        "    stored: dict[str, Any] = keys_hidden(plain)\n",
+        "    stored: dict[str, Any] = plain\n",
+        "the key of a signed address stands in the record of a step",
+        "tests/pipeline/test_perform.py",
+    ),
+    Fault(
+        "key-in-a-manifest",
+        "ingot/data/raw/store.py",
+        "            split: [keys_hidden(asdict(source)) for source in sources]\n",
+        "            split: [asdict(source) for source in sources]\n",
+        "the key of a signed address stands in the manifest of the documents",
+        "tests/pipeline/test_perform.py",
+    ),
+    Fault(
+        "another-key-not-told",
+        "ingot/base/masking.py",
+        '{fingerprint(secret)[:4]})"',
+        '0000)"',
+        "data of another address count as those that were read",
+        "tests/base/test_masking.py",
+    ),
 ]

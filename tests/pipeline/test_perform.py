@@ -18,11 +18,12 @@ from ingot.base.environment import NODE_VARIABLE
 from ingot.base.errors import Failed, WrongInput
 from ingot.base.reports import PipelineStepRecord, VerbOutcome, read_record
 from ingot.base.runfolder import RUN_LOCK, folder_lock
-from ingot.base.runlog import read_lines
+from ingot.base.runlog import read_lines, record_event
 from ingot.cli.verbs import STAMPS
 from ingot.config.load import load_recipe
 from ingot.config.recipe import Recipe
 from ingot.data.ingest import ingest
+from ingot.data.raw.store import open_raw
 from ingot.pipeline.incremental import check_step, run_step
 from ingot.pipeline.steps import PipelineStep, step_named
 from tests.base.test_runfolder import held_elsewhere
@@ -150,7 +151,7 @@ def test_what_was_read_stands_while_its_source_does_not_answer(
 def test_a_file_to_compare_with_stands_while_it_does_not_answer(
     recipe_with: Callable[..., Recipe], served: ThreadingHTTPServer
 ) -> None:
-    address = f"http://127.0.0.1:{served.server_port}/documents.jsonl"
+    address = f"http://127.0.0.1:{served.server_port}/documents.jsonl?X-Amz-Signature=1a2b"
     recipe = recipe_with(f"data.clean.contamination.against=['{address}']")
     prepare, work = step_named("prepare"), Counted(recipe_with())
     run_step(prepare, recipe, work, {})
@@ -158,6 +159,28 @@ def test_a_file_to_compare_with_stands_while_it_does_not_answer(
     served.server_close()
     run_step(prepare, recipe, work, {})
     assert work.times == 1
+
+
+def test_the_key_of_an_address_stands_in_no_record(
+    recipe_with: Callable[..., Recipe], served: ThreadingHTTPServer
+) -> None:
+    address = f"http://127.0.0.1:{served.server_port}/documents.jsonl?part=1&X-Amz-Signature="
+    recipe, renewed = (
+        recipe_with(f"data.train=[{{source: '{address}{key}'}}]") for key in ("f1rst", "s3cond")
+    )
+    _ingest(recipe)
+    record_event(recipe.folder.events, "failure", cause=f"ingest: {address}f1rst is gone")
+    told = [path.read_text() for path in recipe.folder.root.rglob("*.json*")]
+    assert len(told) == 3, "the documents' manifest, the step's record, the events"
+    assert "f1rst" not in "".join(told)
+    assert "X-Amz-Signature=(hidden:" in told[0]
+    assert _reasons(recipe) == ()
+    open_raw(recipe)
+    assert re.search(r"Signature=\(hidden:.* -> .*\(hidden:", _reasons(renewed)[0])
+    with pytest.raises(WrongInput, match="was made from"):
+        open_raw(renewed)
+    before = _ingest(recipe)
+    assert _ingest(renewed).outputs == before.outputs, "a training on it goes on"
 
 
 def test_missing_or_cut_files_void_a_record(recipe_with: Callable[..., Recipe]) -> None:

@@ -15,6 +15,7 @@ from ingot.base.progress import Progress
 from ingot.base.runlog import JsonLines, read_lines
 from ingot.config.shape import flops_per_token
 from ingot.parallel.mesh import Mesh
+from ingot.train import assembly
 from ingot.train.goodput import EventSink, TimeAccount
 from ingot.train.hooks import LogHook, Workload
 from ingot.train.micro_batch.trial import made_up_setup, open_trial
@@ -179,3 +180,23 @@ def test_no_training_is_faster_than_the_peak_of_its_machine(
     hook.close()
     use = [line["train/mfu"] for line in read_lines(path)]
     assert use == pytest.approx([2e6 / 3e6, 1.0, 0.5])
+
+
+def test_a_tracker_is_sent_no_key_of_an_address(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    signed = "https://data.org/a.jsonl?X-Amz-Signature=5ecret"
+    recipe = small_recipe(
+        tmp_path,
+        data__train=[{"source": signed}],
+        track__wandb={"project": "p"},
+        track__mlflow={"uri": str(tmp_path), "experiment": "e"},
+        track__trackio={"project": "p"},
+    )
+    sent: list[Any] = []
+    for tracker in ("WeightsAndBiases", "MLflow", "Trackio"):
+        monkeypatch.setattr(assembly, tracker, lambda *what: sent.append(what))
+    assembly.open_sinks(recipe, recipe.folder, Mesh(Ranks(), torch.device("cpu")), 0, "id", ())
+    assert len(sent) == 3
+    assert "5ecret" not in str(sent)
+    assert str(sent).count("X-Amz-Signature=(hidden") == 3

@@ -14,6 +14,7 @@ import numpy as np
 from ingot import __version__
 from ingot.base.errors import WrongInput
 from ingot.base.markers import FileEntry, fingerprint, problems, read_marker, write_marker
+from ingot.base.masking import keys_hidden
 from ingot.base.remote.deferred import deferred_files_of
 from ingot.config.recipe import Recipe
 from ingot.config.sections.data import COLUMNS
@@ -146,8 +147,8 @@ def write_prepared(
         "kind": "columns",
         "ingot": __version__,
         "totals": totals,
-        **about,
-        **asdict(prepared),
+        **keys_hidden(about),
+        **keys_hidden(asdict(prepared)),
     }
     write_marker(folder, MANIFEST, payload, files)
 

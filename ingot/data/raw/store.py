@@ -21,6 +21,7 @@ import pyarrow.parquet as pq
 from ingot import __version__
 from ingot.base.errors import WrongInput, differing
 from ingot.base.markers import FileEntry, entry_of, fingerprint, problems, read_marker, write_marker
+from ingot.base.masking import keys_hidden
 from ingot.base.storage import atomic_file
 from ingot.config.recipe import Recipe
 from ingot.config.sections.data import SourceSettings
@@ -210,7 +211,8 @@ def write_manifest(
         "kind": "raw",
         "ingot": __version__,
         "splits": {
-            split: [asdict(source) for source in sources] for split, sources in splits.items()
+            split: [keys_hidden(asdict(source)) for source in sources]
+            for split, sources in splits.items()
         },
     }
     write_marker(folder, MANIFEST, payload, files)
@@ -236,10 +238,13 @@ def open_raw(recipe: Recipe, *, unchanged: bool = False) -> RawData:
         split: [_source(value) for value in sources] for split, sources in marker["splits"].items()
     }
     asked = {
-        split: [knobs_of(source) for source in sources]
+        split: [keys_hidden(knobs_of(source)) for source in sources]
         for split, sources in recipe_sources(recipe).items()
     }
-    made = {split: [source.knobs for source in sources] for split, sources in splits.items()}
+    made = {
+        split: [keys_hidden(source.knobs) for source in sources]
+        for split, sources in splits.items()
+    }
     before, now = _differences(made, asked)
     if before:
         raise WrongInput(
