@@ -941,4 +941,12 @@ FAULTS = [
         "a resumed training compares with another model than it began with",
         "tests/train/test_reference.py",
     ),
+    Fault(
+        "patience-longer-than-the-training",
+        "ingot/train/optim/schedules.py",
+        "        needed, made = knobs.early_stop.patience + 1, evaluations.most_often(first, last)\n",
+        "        needed, made = 1, evaluations.most_often(first, last + 1)\n",
+        "early stopping that can end no training is set, and nobody is told",
+        "tests/train/test_recurrence.py",
+    ),
 ]

@@ -84,7 +84,11 @@ STOP_EARLY = {"train__early_stop": "{}", "train__steps": 9}
     ("knobs", "told"),
     [
         ({**STOP_EARLY, "train__evaluate_every": 10}, ["train.early_stop"]),
-        ({**STOP_EARLY, "train__evaluate_every": 9}, []),
+        ({**STOP_EARLY, "train__evaluate_every": 9}, ["train.early_stop"]),
+        ({**STOP_EARLY, "train__evaluate_every": 3}, ["train.early_stop"]),
+        ({**STOP_EARLY, "train__evaluate_every": 2}, []),
+        ({"train__early_stop": "{patience: 4}", "train__evaluate_every": 2}, ["train.early_stop"]),
+        ({"train__early_stop": "{patience: 1}", "train__evaluate_every": 4}, []),
         ({**STOP_EARLY, "train__evaluate_every": "epoch"}, ["train.early_stop"]),
         ({**STOP_EARLY, "train__evaluate_every": 10, "train__start_step": 4}, ["train.early_stop"]),
         ({"train__evaluate_every": 500, "checkpoint__best": "loss"}, ["checkpoint.best"]),

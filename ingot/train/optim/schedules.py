@@ -187,6 +187,16 @@ def too_short(
                 f"it has no effect, since train.evaluate_every {knobs.evaluate_every} comes to no"
                 f" evaluation in steps {steps}; lower that",
             )
+    elif knobs.early_stop is not None:
+        # The first is the best so far, and after the last step nothing is left to end.
+        needed, made = knobs.early_stop.patience + 1, evaluations.most_often(first, last)
+        if made < needed:
+            yield (
+                "train.early_stop",
+                f"it cannot end this training: patience {needed - 1} takes {needed} evaluations"
+                f" before the last step, and train.evaluate_every {knobs.evaluate_every} comes to"
+                f" {made} in steps {steps}; lower one of the two",
+            )
     average, every = knobs.average, recipe.checkpoint.every
     if average is not None and average.needs_kept:
         made = 1 + Recurrence(every, samples, batch, begin=begin).most_often(first, last)
