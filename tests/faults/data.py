@@ -1219,4 +1219,20 @@ FAULTS = [
         "data of another address count as those that were read",
         "tests/base/test_masking.py",
     ),
+    Fault(
+        "messages-in-lines-are-texts",
+        "ingot/data/documents/prompts.py",
+        "        _refuse_lines(value, columns)\n",
+        "        pass\n",
+        "conversations written as lines of JSON are trained on as the text of these lines",
+        "tests/data/documents/test_prompts.py",
+    ),
+    Fault(
+        "a-chat-without-its-sound",
+        "ingot/data/documents/messages.py",
+        '("images", "image", "videos", "video", "audios", "audio")',
+        '("images", "image", "videos", "audios")',
+        "chats about a sound or a film are trained on without it",
+        "tests/data/documents/test_chats.py",
+    ),
 ]

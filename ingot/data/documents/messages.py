@@ -46,7 +46,7 @@ THOUGHTS = ("reasoning_content", "thinking")
 _MEDIA = "texts are trained on alone"
 UNREAD = {
     "chat_template_kwargs": "set tokenizer.template_kwargs, which are those of all chats",
-    **dict.fromkeys(("images", "image", "videos", "audios"), _MEDIA),
+    **dict.fromkeys(("images", "image", "videos", "video", "audios", "audio"), _MEDIA),
 }
 """Columns without which a chat is another one, and what is to be done about them."""
 BESIDE = frozenset({"system", "tools", "functions", *UNREAD})

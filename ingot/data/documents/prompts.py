@@ -4,6 +4,7 @@ JSON in a string, as in CSV.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -34,8 +35,9 @@ CALLS = ("tool_calls", "function_call")
 _OBJECTS = re.compile(r"\s*(\[\s*)?\{")
 """How JSON of one or several messages begins."""
 _LIST = re.compile(r"\s*\[\s*\{")
-_SHOWN = r"\s*[\[(]?\s*(array\()?\s*\[?\s*\{\s*"
-"""How Python and NumPy begin to show them."""
+_OPENED = r"\s*[\[(]?\s*(array\()?\s*\[?\s*"
+_SHOWN = {":": _OPENED + r"(OrderedDict\()?\{\s*", ",": _OPENED + r"OrderedDict\(\[\(\s*"}
+"""How Python and NumPy begin to show them, by the sign between a key and its value."""
 
 
 def prompt_column(record: Mapping[str, Any], kind: str, columns: ColumnNames) -> str | None:
@@ -88,27 +90,61 @@ def _in_json(value: Any, columns: ColumnNames) -> Any:
     """
     if not isinstance(value, str):
         return value
-    try:
-        found = json.loads(value) if _OBJECTS.match(value) else None
-    except (ValueError, RecursionError):
-        found = None
+    found = _parsed(value) if _OBJECTS.match(value) else None
     if _are_messages(found, columns):
         return found
+    if found is None:
+        _refuse_lines(value, columns)
     _refuse_python(value, columns)
     return value
 
 
+def _parsed(text: str) -> Any:
+    """The value of JSON; None where it is none."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _refuse_lines(text: str, columns: ColumnNames) -> None:
+    """Refuse messages as lines of JSON, or as JSON in a string of JSON, which would be trained on
+    as they stand.
+    """
+    if text.startswith('"'):
+        inner, written = _parsed(text), "JSON in a string of JSON"
+        are_messages = isinstance(inner, str) and not isinstance(_in_json(inner, columns), str)
+    else:
+        written = "lines of JSON"
+        are_messages = bool(_OBJECTS.match(text)) and _are_messages(_lines(text), columns)
+    if are_messages:
+        raise RecordError(
+            f"messages as {written}", f"{text[:40]!r} is no JSON list; write them as one, once"
+        )
+
+
+def _lines(text: str) -> list[Any] | None:
+    """The values of lines of JSON; None where one of them is no JSON."""
+    found = list[Any]()
+    for line in filter(str.strip, text.split("\n")):
+        found.append(_parsed(line))
+        if found[-1] is None:
+            return None
+    return found
+
+
 def _refuse_python(text: str, columns: ColumnNames) -> None:
     """Refuse messages as Python or NumPy show them, which would be trained on as they stand."""
-    if not text.rstrip(" \t\r\n]),").endswith(("}", "dtype=object")):
+    shown = text.rstrip(" \t\r\n]),")
+    if not shown.endswith(("}", "dtype=object")) and not text.startswith(")])", len(shown)):
         return
-    for tags in TAGS.values():
+    for tags, sign in itertools.product(TAGS.values(), _SHOWN):
         role, content = (columns.get(tag, tag) for tag in tags)
         of_both = {role, content, *CALLS}
         if (
-            re.match(_SHOWN + _any_of(of_both | BESIDE_CONTENTS), text)
-            and re.search(_any_of({role}) + rf" *'({'|'.join(ROLES)})'", text, re.IGNORECASE)
-            and re.search(_any_of(of_both - {role}), text)
+            re.match(_SHOWN[sign] + _any_of(of_both | BESIDE_CONTENTS) + sign, text)
+            and re.search(_any_of({role}) + rf"{sign} *'({'|'.join(ROLES)})'", text, re.IGNORECASE)
+            and re.search(_any_of(of_both - {role}) + sign, text)
         ):
             raise RecordError(
                 "messages as Python shows them",
@@ -119,7 +155,7 @@ def _refuse_python(text: str, columns: ColumnNames) -> None:
 
 def _any_of(keys: Iterable[str]) -> str:
     """A pattern of a key as Python shows it."""
-    return f"'({'|'.join(map(re.escape, sorted(keys)))})':"
+    return f"'({'|'.join(map(re.escape, sorted(keys)))})'"
 
 
 def _are_messages(found: Any, columns: ColumnNames) -> bool:

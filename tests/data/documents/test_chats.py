@@ -234,7 +234,9 @@ def test_bad_records(record: dict[str, Any], reason: str, detail: str) -> None:
     assert found.keys == (tuple(record) if reason == "no chat columns" else ())
 
 
-@pytest.mark.parametrize("column", ["images", "chat_template_kwargs", "tools", "functions"])
+@pytest.mark.parametrize(
+    "column", ["images", "audio", "chat_template_kwargs", "tools", "functions"]
+)
 @pytest.mark.parametrize(
     "nothing",
     [None, "", "None", "nan", float("nan"), "[]", "{}", {}, [None], "[None]", False, 0,
@@ -244,6 +246,14 @@ def test_what_a_table_has_where_there_is_nothing(column: str, nothing: Any) -> N
     found = to_chat(1, {"messages": HELLO, column: nothing}, "auto", {})
     assert isinstance(found, ParsedDocument), found
     assert from_chat(found.text).tools is None
+
+
+@pytest.mark.parametrize("one", ["image", "video", "audio"])
+@pytest.mark.parametrize("plural", ["", "s"])
+def test_what_is_no_text_is_not_left_out_in_silence(one: str, plural: str) -> None:
+    refused = bad({"messages": HELLO, f"{one}{plural}": ["a.bin"]})
+    assert refused.reason == f"`{one}{plural}` is not read"
+    assert f"columns={{{one}{plural}: none}} leaves them out" in refused.detail
 
 
 @pytest.mark.parametrize("variables", [{"a": False}, {"a": 0}, "{'a': False}", "{'a': x}"])

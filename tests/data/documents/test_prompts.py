@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import OrderedDict
 from typing import Any
 
 import numpy as np
@@ -67,6 +68,10 @@ TALK = [user('say "hi"'), {**bot("it's hi\n"), "name": None}]
         repr([np.array(TALK, object)]),
         repr((TALK[1],)),
         "[ " + repr(TALK[0]) + " ]",
+        f"[OrderedDict({TALK[0]}), OrderedDict({TALK[1]})]",
+        repr([OrderedDict(TALK[0]), OrderedDict(TALK[1])]),
+        f"OrderedDict({list(TALK[0].items())})",
+        f"[OrderedDict({list(TALK[0].items())}), OrderedDict({list(TALK[1].items())})]\n",
     ],
 )
 def test_messages_as_python_shows_them_are_no_text(shown: str) -> None:
@@ -96,9 +101,53 @@ def test_messages_as_python_shows_them_are_no_text(shown: str) -> None:
         "{'from': 'Oslo', 'value': 3}",
         "[{'name': 'b'}]",
         "{ 'model': 'x', 'messages': [{'role': 'user', 'content': 'hi'}] }",
+        "{'role', 'user', 'content'}",
+        "OrderedDict([('role', 'CTO'), ('content', 'Ann Lee')])",
+        "OrderedDict([('role', 'user'), ('content', 'hi')]) is what I send.",
     ],
 )
 def test_what_is_python_but_no_message_is_text(text: str) -> None:
+    found = of({"prompt": text, "chosen": text, "rejected": "no"})
+    assert found == Preference([user(text)], [bot(text)], [bot("no")])
+
+
+LINES = "\n".join(map(json.dumps, TALK))
+
+
+@pytest.mark.parametrize(
+    ("text", "as_what"),
+    [
+        (LINES, "lines of JSON"),
+        (LINES.replace("\n", "\r\n\n") + "\n", "lines of JSON"),
+        (json.dumps(json.dumps(TALK)), "JSON in a string of JSON"),
+        (json.dumps(json.dumps(TALK[1])), "JSON in a string of JSON"),
+        (json.dumps(LINES), "lines of JSON"),
+        (json.dumps(repr(TALK)), "Python shows them"),
+    ],
+)
+def test_messages_as_lines_or_twice_as_json_are_no_text(text: str, as_what: str) -> None:
+    reason = f"messages as {as_what}"
+    assert bad({"prompt": "q", "chosen": text, "rejected": "no"}).reason == reason
+    assert bad({"prompt": text, "chosen": "yes", "rejected": "no"}).reason == reason
+    chat = to_chat(1, {"prompt": "q", "completion": text}, "auto", {})
+    rated = to_rated(1, {"prompt": "q", "completion": text, "label": True}, "auto", {})
+    assert isinstance(chat, BadRecord)
+    assert isinstance(rated, BadRecord)
+    assert chat.reason == rated.reason == reason
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"name": "Ann"}\n{"name": "Bob"}',
+        '{"role": "CTO", "content": "a"}\n{"role": "CEO", "content": "b"}',
+        LINES + "\nis what I send.",
+        '"quoted"',
+        json.dumps('{"name": "Ann"}'),
+        '"He said {"',
+    ],
+)
+def test_what_is_lines_or_quoted_but_no_message_is_text(text: str) -> None:
     found = of({"prompt": text, "chosen": text, "rejected": "no"})
     assert found == Preference([user(text)], [bot(text)], [bot("no")])
 
