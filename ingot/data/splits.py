@@ -60,6 +60,10 @@ class Shares:
 def chosen(doc_id: str, purpose: str, share: float) -> bool:
     """True for `share` of all identities, independently for each `purpose`. Other sources of the
     recipe have no part in it: a file is what it is called in its own.
+
+    Hence rows of equal number in files of equal name of two sources are drawn alike, which keeps
+    the languages or versions of a document together. To draw them apart, each identity would have
+    to hold its source's path, and data that were moved, or any held out before, be drawn anew.
     """
     own = APART.sub("", doc_id) if "~" in doc_id else doc_id
     digest = hashlib.blake2b(own.encode(), digest_size=8, person=purpose.encode()[:16]).digest()

@@ -76,7 +76,8 @@ class ValidationShare(Section):
 
     fraction: Annotated[float, Field(gt=0.0, lt=1.0)]
     """Share of the training documents that is held out, chosen by a hash of the document's
-    identity: the same ones in every run.
+    identity, `FILE:NUMBER` within its source: the same ones in every run, wherever the data lie.
+    Two sources with files of the same name, as of two languages, have the same numbers held out.
     """
     group: str | None = None
     """Pattern (a regular expression) of the beginning of identities, which are `FILE:NUMBER`, by
