@@ -37,3 +37,15 @@ def read_records(folder: Path) -> tuple[list[PipelineStepRecord], set[str]]:
         ):
             earlier.add(record.step)
     return [record for record in timed if str(record.step) not in earlier], earlier
+
+
+def left_out(doubt: str | None, earlier: set[str]) -> list[str]:
+    """Why the model's lineage or its measures are not told, though they are there."""
+    if doubt is not None:
+        return [f"{doubt}; it, and what was measured and decided of it, is left out here"]
+    if "evaluate" in earlier:
+        return [
+            "reports/evaluate.json is about a model that lay here before, and is left out; `ingot"
+            " evaluate` measures this one"
+        ]
+    return []

@@ -28,7 +28,7 @@ from ingot.report.formatting import median, timestamp
 from ingot.report.goodput import Goodput, goodput
 from ingot.report.life import ENDS, FAILED, at_work, last_beat, last_changed, last_sign, saved_step
 from ingot.report.metrics import MEMORY, MetricsFile, is_number
-from ingot.report.records import read_records
+from ingot.report.records import left_out, read_records
 
 CURVES = (
     "train/loss",
@@ -291,20 +291,8 @@ def read_run(run: RunFolder, doing: str = "", metrics: MetricsFile | None = None
         changed=last_changed(run),
         last_sign=last_sign(beat, events, metrics.times[-1:]),
         unread=read_or_note.notes,
-        left_out=_left_out(doubt, earlier),
+        left_out=left_out(doubt, earlier),
     )
-
-
-def _left_out(doubt: str | None, earlier: set[str]) -> list[str]:
-    """Why the model's lineage or its measures are not told, though they are there."""
-    if doubt is not None:
-        return [f"{doubt}; it, and what was measured and decided of it, is left out here"]
-    if "evaluate" in earlier:
-        return [
-            "reports/evaluate.json is about a model that lay here before, and is left out; `ingot"
-            " evaluate` measures this one"
-        ]
-    return []
 
 
 class _Reading:

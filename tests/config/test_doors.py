@@ -50,6 +50,28 @@ def test_kinds_of_installed_packages_are_found(
     assert DOOR.package_of("blue") == "paint 1.2"
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_code_of_a_kind_is_all_of_its_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: bool
+) -> None:
+    """`shared`: the package is in a namespace in which others are, too."""
+    place = tmp_path / "house" if shared else tmp_path
+    for package in ("walls", "roofs"):
+        (place / package / "inner").mkdir(parents=True)
+        (place / package / "__init__.py").touch()
+        (place / package / "inner" / "mixed.py").write_text("BLUE = 1\n")
+    module = "house.walls.paints" if shared else "walls.paints"
+    _install(tmp_path, monkeypatch, blue=f"{module}:BLUE")
+    before = DOOR.code_of("blue")
+    assert before is not None
+    assert before.startswith("paint 1.2 (")
+    (place / "roofs/inner/mixed.py").write_text("BLUE = 2\n")
+    assert DOOR.code_of("blue") == before
+    (place / "walls/inner/mixed.py").write_text("BLUE = 2\n")
+    assert DOOR.code_of("blue") != before
+    assert DOOR.code_of("red") is None
+
+
 def test_a_package_that_cannot_be_imported_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -274,7 +274,27 @@ def test_its_version_counts_where_its_kinds_are_used(
         new = reads(verb)
         assert [step for step in old if old[step] != new[step]] == [verb]
         (told,) = changes(old[verb], new[verb])
-        assert re.fullmatch(r"package\.[a-z]+\.[a-z]+ ingot-extras 0\.1 -> ingot-extras 0\.2", told)
+        code = r"\(([0-9a-f]{8})\)"
+        versions = rf"ingot-extras 0\.1 {code} -> ingot-extras 0\.2 {code}"
+        found = re.fullmatch(rf"package\.[a-z]+\.[a-z]+ {versions}", told)
+        assert found is not None
+        assert found[1] == found[2], "the code is the same"
+
+
+def test_its_code_counts_under_the_same_version(plugin: Path, tmp_path: Path) -> None:
+    """As of a package that is edited where it lies."""
+    recipe = small_data(tmp_path, tmp_path, train__optimizer={"kind": "lion"})
+    file = plugin / "ingot_extras" / "niced.py"  # another one, which the first may use
+    (step,), before = [step for step in STEPS if step.verb == "train"], file.read_text()
+    made = step.knobs(recipe)
+    assert step.knobs(recipe) == made
+    file.write_text(before + "# edited\n")
+    try:
+        (told,) = changes(made, step.knobs(recipe))
+    finally:
+        file.write_text(before)
+    assert told.startswith("package.optimizer.lion ingot-extras 0.1 (")
+    assert step.knobs(recipe) == made
 
 
 def test_its_source_gives_the_items_of_an_evaluation(plugin: Path) -> None:

@@ -69,8 +69,8 @@ class Resume(Section):
     allow: list[Changeable] = []
     """Knobs whose change is meant, such as `train.steps` or `train.optimizer`; `objective.rewards`
     where a file or a model that a reward names is another one; `package` where a package of yours
-    that brings an objective, an optimizer or a schedule has another version. Any other change
-    refuses to go on.
+    that brings an objective, an optimizer or a schedule has another version or other code. Any
+    other change refuses to go on.
     """
 
 

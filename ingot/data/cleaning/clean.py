@@ -151,7 +151,7 @@ def _inputs(knobs: Clean, raw: RawData, shares: Shares, against: Hashes | None) 
     if knobs.languages:
         versions["py3langid"] = importlib.metadata.version("py3langid")
     for step in knobs.steps:
-        versions[step.kind] = CLEANING.package_of(step.kind) or ""
+        versions[step.kind] = CLEANING.code_of(step.kind) or ""
     cuts = [[task.name, task.first, task.last, task.begin] for task in ranges(raw)]
     return fingerprint([CODE, asked, raw.identity, shares.identity(), versions, cuts])
 
