@@ -4,16 +4,13 @@ are named in `notes`; nothing raises.
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import yaml
 
-from ingot.base.errors import IngotError
 from ingot.base.masking import masked
 from ingot.base.reports import (
     EvaluationReport,
@@ -28,7 +25,7 @@ from ingot.report.formatting import median, timestamp
 from ingot.report.goodput import Goodput, goodput
 from ingot.report.life import ENDS, FAILED, at_work, last_beat, last_changed, last_sign, saved_step
 from ingot.report.metrics import MEMORY, MetricsFile, is_number
-from ingot.report.records import left_out, read_records
+from ingot.report.reading import Reading, left_out, mapping, read_json, read_records, sanitized
 
 CURVES = (
     "train/loss",
@@ -42,7 +39,6 @@ CURVES = (
 RATE = "train/examples_per_s"
 RECENT_LINES = 50
 """Logged steps by which the time left is told."""
-Value = TypeVar("Value")
 _YAML = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
@@ -241,24 +237,24 @@ def read_run(run: RunFolder, doing: str = "", metrics: MetricsFile | None = None
         doing: the verb that this process is doing on the run, which then is running.
         metrics: the run's metrics as far as read before, to read only what is new.
     """
-    read_or_note = _Reading(run.root)
+    read_or_note = Reading(run.root)
     metrics = MetricsFile(run.metrics) if metrics is None else metrics
 
     recipe_text = masked(
         read_or_note(run.recipe, lambda path: path.read_text(encoding="utf-8")) or ""
     )
     recipe = (
-        read_or_note(run.recipe, lambda path: _mapping(yaml.load(recipe_text, Loader=_YAML))) or {}
+        read_or_note(run.recipe, lambda path: mapping(yaml.load(recipe_text, Loader=_YAML))) or {}
     )
     read_or_note(run.metrics, lambda path: metrics.refresh())
     events = read_or_note(run.events, lambda path: list(read_lines(path))) or []
     records, earlier = read_records(run.steps)
     doubt = earlier_model(run)
-    lineage = read_or_note(run.model / "ingot.json", _read_json) or {} if doubt is None else {}
+    lineage = read_or_note(run.model / "ingot.json", read_json) or {} if doubt is None else {}
     evaluation = None
     if "evaluate" not in earlier:
         evaluation = read_or_note(
-            run.reports / "evaluate.json", lambda path: _sanitized(read_report(path))
+            run.reports / "evaluate.json", lambda path: sanitized(read_report(path))
         )
     running, beat = bool(doing) or at_work(run), last_beat(run)
     return RunView(
@@ -273,14 +269,14 @@ def read_run(run: RunFolder, doing: str = "", metrics: MetricsFile | None = None
         recipe=recipe,
         evaluation=evaluation,
         examples=sorted((run.reports / "examples").glob("*.parquet")) if evaluation else [],
-        gate=None if "gate" in earlier else read_or_note(run.reports / "gate.json", _read_json),
+        gate=None if "gate" in earlier else read_or_note(run.reports / "gate.json", read_json),
         answer=None
         if "serve" in earlier
-        else read_or_note(run.reports / "predict.json", _read_json),
+        else read_or_note(run.reports / "predict.json", read_json),
         lineage=lineage,
-        plan=read_or_note(run.plan, _read_json),
+        plan=read_or_note(run.plan, read_json),
         decided={
-            knob: read_or_note(file, _read_json) or {}
+            knob: read_or_note(file, read_json) or {}
             for knob, file in (("parallel", run.layout), ("train.micro_batch", run.micro_batch))
         },
         peak_bytes=max(metrics.points(MEMORY)[1]) * 1e9 if MEMORY in metrics.columns else None,
@@ -293,34 +289,6 @@ def read_run(run: RunFolder, doing: str = "", metrics: MetricsFile | None = None
         unread=read_or_note.notes,
         left_out=left_out(doubt, earlier),
     )
-
-
-class _Reading:
-    """Reads files of a run; those that cannot be read are noted, and None."""
-
-    def __init__(self, root: Path) -> None:
-        self._root, self.notes = root, list[str]()
-
-    def __call__(self, path: Path, read: Callable[[Path], Value]) -> Value | None:
-        if not path.is_file():
-            return None
-        try:
-            return read(path)
-        except (
-            IngotError,
-            OSError,
-            ValueError,
-            TypeError,
-            KeyError,
-            AttributeError,
-            RecursionError,
-            yaml.YAMLError,
-        ) as error:
-            self.notes.append(
-                f"{path.relative_to(self._root)} could not be read:"
-                f" {str(error) or type(error).__name__}"
-            )
-            return None
 
 
 def _progress(
@@ -341,36 +309,3 @@ def _progress(
         steps, seconds = step - metrics.steps[first], metrics.times[-1] - metrics.times[first]
         left = (last - step) * seconds / steps if steps > 0 and seconds > 0 else None
     return RunProgress(step, last, left)
-
-
-def _mapping(value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise TypeError(f"a {type(value).__name__} where a mapping is expected")
-    return value
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    return _mapping(json.loads(path.read_bytes()))
-
-
-def _sanitized(report: EvaluationReport) -> EvaluationReport:
-    """The report without baselines and samples of the wrong type."""
-    baselines = {
-        str(name): float(value)
-        for name, value in dict(report.baselines).items()
-        if isinstance(value, int | float) and math.isfinite(value)
-    }
-    samples = [
-        {str(key): str(text) for key, text in sample.items()}
-        for sample in report.samples
-        if isinstance(sample, dict)
-    ]
-    return EvaluationReport(
-        report.model_hash,
-        report.tokenizer_hash,
-        report.metrics,
-        baselines,
-        samples,
-        report.base,
-        report.schema,
-    )

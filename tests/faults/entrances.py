@@ -313,7 +313,7 @@ FAULTS = [
     ),
     Fault(
         "answer-of-an-earlier-model",
-        "ingot/report/records.py",
+        "ingot/report/reading.py",
         "        if record.step in ABOUT_MODEL and any(\n",
         "        if not record and any(\n",
         "of a model that the gate kept the page tells that it is live and what it answered",
@@ -625,7 +625,7 @@ FAULTS = [
     ),
     Fault(
         "figures-of-an-earlier-training",
-        "ingot/report/records.py",
+        "ingot/report/reading.py",
         '        made["train"] = None\n',
         "        pass\n",
         "the page of an unfinished training has the figures of the model before it",
