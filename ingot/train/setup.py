@@ -44,6 +44,7 @@ from ingot.parallel.mesh import Mesh
 from ingot.parallel.recompute import check_runs
 from ingot.tokenizers.familiar import check_own
 from ingot.tokenizers.load import load_tokenizer
+from ingot.tokenizers.teacher import check_teacher, teacher_folder, teacher_vocabulary
 from ingot.tokenizers.tokenizer import Tokenizer
 from ingot.train.beginning import (
     Beginning,
@@ -54,7 +55,6 @@ from ingot.train.beginning import (
 )
 from ingot.train.optim.optimizers import check_groups
 from ingot.train.optim.schedules import LearningRate
-from ingot.train.teacher import check_teacher, teacher_folder, teacher_vocabulary
 
 
 def computing_type(recipe: Recipe, device: torch.device) -> Compute:
@@ -212,7 +212,7 @@ def make_setup(recipe: Recipe, mesh: Mesh, *, fresh: bool = False) -> TrainSetup
         least=0 if teacher is None else teacher_vocabulary(teacher),
     )
     if teacher is not None:
-        check_teacher(teacher, model_spec, recipe)
+        check_teacher(teacher, model_spec.config.vocab_size, recipe)
     compute = computing_type(recipe, mesh.device)
     _check_model(recipe, model_spec, mesh, compute)
     _check_groups(recipe, model_spec)

@@ -96,7 +96,7 @@ def test_a_teacher_must_speak_the_students_language(root: Path, tmp_path: Path) 
         )
     )
     short = teacher(root, "short", max_position_embeddings=16)
-    assert "exceeds the 16 positions of the teacher" in refused(distilling(root, short))
+    assert "exceeds the 16 positions of objective.teacher" in refused(distilling(root, short))
     other = teacher(root, "other")
     tokenizer = json.loads((other / "tokenizer.json").read_text())
     tokenizer["model"]["merges"] = tokenizer["model"]["merges"][:-1]

@@ -44,9 +44,17 @@ from ingot.config.shape import (
 )
 from ingot.config.values import Findings
 from ingot.data.batches.spans import hiding_of
-from ingot.tokenizers.chats.templates import find_template, for_recipe, with_template
+from ingot.tokenizers.chats.templates import find_template, for_recipe
 from ingot.tokenizers.familiar import check_reference
 from ingot.tokenizers.load import load_tokenizer, resolve_tokenizer
+from ingot.tokenizers.teacher import (
+    KNOB,
+    check_learnt_size,
+    check_teachers_positions,
+    check_teachers_tokenizer,
+    check_teachers_vocabulary,
+    teacher_sizes,
+)
 from ingot.tokenizers.tokenizer import Tokenizer
 
 FLOAT8_CAPABILITY = 8.9
@@ -143,49 +151,29 @@ def _tokenizer(recipe: Recipe) -> Tokenizer:
 
 def _check_teacher(recipe: Recipe, model: Mapping[str, Any] | None, found: Findings) -> None:
     """Check that a teacher has the student's vocabulary and enough positions for a row."""
-    source, knob = recipe.objective.teacher_source, "objective.teacher"
+    source, knob = recipe.objective.teacher_source, KNOB
     config = found.ask(check_other_model, source, knob, at=knob) if source else None
     if source is None or config is None:
         return
-    theirs = found.ask(sizes, config, f"{knob} {source}", at=knob)
+    theirs = found.ask(teacher_sizes, config, source, at=knob)
     if theirs is None:
         return
     own = recipe.model.config.get("vocab_size") if model and model[RANDOM] else None
     own = model["vocab_size"] if model and not model[RANDOM] else own
-    if isinstance(own, int) and own != theirs.vocab:
-        found.add(
-            f"{knob} {source} has a vocabulary of {theirs.vocab:,} tokens, the student"
-            f" {recipe.model.source} one of {own:,}; distillation compares them token by token:"
-            " choose two of the same vocabulary",
-            knob,
-        )
-    if theirs.positions < recipe.data.seq_len:
-        found.add(
-            f"data.seq_len {recipe.data.seq_len} exceeds the {theirs.positions} positions of"
-            f" {knob} {source}; lower it"
-        )
+    if isinstance(own, int):
+        found.ask(check_teachers_vocabulary, recipe, theirs, own, at=knob)
+    found.ask(check_teachers_positions, recipe, theirs)
     found.ask(_check_teachers_tokenizer, recipe, source, at=knob)
 
 
 def _check_teachers_tokenizer(recipe: Recipe, source: str) -> None:
     """Raises WrongInput if the teacher's tokenizer cannot be the student's."""
     hub = source.startswith("hf:")
-    folder = ask_tokenizer(source[3:]) if hub else named_folder(source, "objective.teacher")
-    theirs, knob = load_tokenizer(folder), f"objective.teacher {source}"
+    theirs = load_tokenizer(ask_tokenizer(source[3:]) if hub else named_folder(source, KNOB))
     if recipe.trains_tokenizer:
-        if recipe.tokenizer.vocab_size != theirs.vocab_size:
-            raise WrongInput(
-                f"{knob} has a tokenizer of {theirs.vocab_size:,} ids, and one of"
-                f" {recipe.tokenizer.vocab_size:,} would be trained for the student; set"
-                f" tokenizer.source to {source}"
-            )
-        return
-    own = _tokenizer(recipe)
-    if with_template(own, "").identity() != with_template(theirs, "").identity():
-        raise WrongInput(
-            f"the tokenizer of {knob} is not the student's, so their distributions are over other"
-            f" tokens; set tokenizer.source to {source}, or choose another teacher"
-        )
+        check_learnt_size(recipe, theirs)
+    else:
+        check_teachers_tokenizer(recipe, _tokenizer(recipe), theirs)
 
 
 def _check_references_tokenizer(recipe: Recipe, source: str) -> None:

@@ -28,6 +28,7 @@ from ingot.models.spec import resolve_model_spec
 from ingot.parallel.mesh import Mesh
 from ingot.tokenizers.bpe import train_bpe
 from ingot.tokenizers.load import load_tokenizer
+from ingot.tokenizers.teacher import check_teacher, teacher_vocabulary
 from ingot.tokenizers.tokenizer import Tokenizer
 from ingot.train.build import TrainState, build_train_state
 from ingot.train.reference import Tables
@@ -40,7 +41,6 @@ from ingot.train.step import (
     StepOutcome,
     train_step,
 )
-from ingot.train.teacher import check_teacher, teacher_vocabulary
 
 
 @dataclass(frozen=True)
@@ -266,7 +266,7 @@ def made_up_setup(recipe: Recipe, mesh: Mesh) -> TrainSetup:
         least=0 if teacher is None else teacher_vocabulary(teacher),
     )
     if teacher is not None:
-        check_teacher(teacher, model_spec, recipe)
+        check_teacher(teacher, model_spec.config.vocab_size, recipe)
     if model_spec.kind == "decoder":
         check_layout(recipe.parallel, mesh.world, model_spec.config.to_hf(), recipe.data.seq_len)
     rows = made_up_rows(recipe, model_spec.config.vocab_size)
