@@ -13,9 +13,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from ingot.base.errors import (
     EXIT_DONE,
@@ -240,29 +241,43 @@ class _Verb:
     def __init__(self, verb: str, arguments: Sequence[str], here: Path, quiet: bool) -> None:
         self.name, self._quiet, self._error = verb, quiet, list[str]()
         self._out: list[str] = []
-        # A session of its own: Ctrl-C reaches it once, from here.
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "ingot", verb, *arguments, "--json"],
-            cwd=here,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            encoding="utf-8",
-            errors="replace",
-            start_new_session=True,
-            preexec_fn=preexec_die_with_parent(signal.SIGTERM),
-        )
-        assert self._process.stdout is not None
-        assert self._process.stderr is not None
-        readers = ((self._read_result, self._process.stdout), (self._pass_on, self._process.stderr))
+        command = [sys.executable, "-m", "ingot", verb, *arguments, "--json"]
+        started: Future[subprocess.Popen[str]] = Future()
+        # The kernel ends it with the thread that starts it, and whoever asks for the first step of
+        # a training may be one that ends before: this one reads to the end.
         self._readers = [
-            threading.Thread(target=read, args=(stream,), daemon=True) for read, stream in readers
+            threading.Thread(target=self._keep, args=(command, here, started), daemon=True)
         ]
+        self._readers[0].start()
+        self._process = started.result()
+
+    def _keep(self, command: list[str], here: Path, started: Future[subprocess.Popen[str]]) -> None:
+        """Start the process and read its result until it is over."""
+        try:
+            # A session of its own: Ctrl-C reaches it once, from `__exit__`.
+            process = subprocess.Popen(
+                command,
+                cwd=here,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                encoding="utf-8",
+                errors="replace",
+                start_new_session=True,
+                preexec_fn=preexec_die_with_parent(signal.SIGTERM),
+            )
+        except BaseException as error:  # whatever keeps it from starting is for the one who asked
+            started.set_exception(error)
+            return
+        started.set_result(process)
+        assert process.stdout is not None
+        self._out += list(process.stdout)
+        process.wait()
 
     def __enter__(self) -> _Verb:
-        for reader in self._readers:
-            reader.start()
+        self._readers.append(threading.Thread(target=self._pass_on, daemon=True))
+        self._readers[-1].start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -292,11 +307,9 @@ class _Verb:
             return told
         raise _error(self.name, code, "".join(self._error).strip().removeprefix("error: "))
 
-    def _read_result(self, stream: IO[str]) -> None:
-        self._out += list(stream)
-
-    def _pass_on(self, stream: IO[str]) -> None:
-        for line in stream:
+    def _pass_on(self) -> None:
+        assert self._process.stderr is not None
+        for line in self._process.stderr:
             if self._error or line.startswith(("error: ", "stopped by ")):
                 self._error.append(line)
             elif not self._quiet:

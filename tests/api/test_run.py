@@ -8,6 +8,7 @@ import json
 import math
 import subprocess
 import sys
+import threading
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,13 @@ import numpy as np
 import pytest
 
 import ingot
-from ingot.api.run import Run, StepMetrics
+from ingot.api.run import Run, StepMetrics, _Verb
 from ingot.base.reports import read_report
 from ingot.base.runlog import read_lines
 from ingot.cli.output import plain
 from ingot.config.load import dump_recipe
 from ingot.report.results import RESULTS, RunResult, StepResult
+from tests import forkedmain
 from tests.cli.commands import clean_environment
 from tests.cli.commands import ingot as command
 from tests.small import small_recipe, write_documents
@@ -172,6 +174,22 @@ def test_leaving_the_loop_stops_the_training_with_a_checkpoint(done: Done) -> No
     other = ingot.load(done.recipe, name="left", train__steps=100_000, seed=3, quiet=True)
     with pytest.raises(ingot.WrongInput, match=r"seed 0 -> 3; .* or start over with fresh=True \("):
         other.train()
+
+
+def test_a_verb_goes_on_when_the_thread_that_began_it_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As the training of `steps()` whose first one was asked for in a thread of its own."""
+    monkeypatch.setattr(forkedmain, "is_program", lambda args: False)  # a real interpreter
+    begun: list[_Verb] = []
+    thread = threading.Thread(
+        target=lambda: begun.append(_Verb("recipes", [], Path.cwd(), quiet=True))
+    )
+    thread.start()
+    thread.join()
+    with begun[0] as verb:
+        pass
+    assert verb.result()["recipes"]
 
 
 def test_what_json_has_no_number_for_is_null() -> None:
