@@ -33,7 +33,10 @@ if TYPE_CHECKING:
     from ingot.checkpoints.writer import Written
 
 WAIT_INTERVAL_S = 0.5
-LONG_WAIT_S = 600.0
+LONG_WAIT_S, TIMES_LONGER = 60.0, 2
+"""A wait is told once it takes so long, and so many times the longest before it: large states on a
+slow disk take minutes each time.
+"""
 """How long training waits for a save before it says so: whoever waits beats, and is no hang, but a
 disk that does not answer ends no save, and no training.
 """
@@ -112,6 +115,7 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._done: deque[Saved] = deque()
         self._error: Exception | None = None
+        self._longest_s = 0.0
 
     def prepare(self, masters: Masters, optimizer: Optimizer) -> None:
         """Allocate the staging buffer in a thread, so that the first save does not wait for it.
@@ -193,17 +197,19 @@ class Saver:
 
     def _join(self, on_wait: Callable[[], None]) -> None:
         began, is_told = time.monotonic(), not self._side_channel.is_main
+        long_s, waited_s = max(LONG_WAIT_S, TIMES_LONGER * self._longest_s), 0.0
         while self._thread is not None and self._thread.is_alive():
             self._thread.join(WAIT_INTERVAL_S)
             on_wait()
-            if not is_told and (waited_s := time.monotonic() - began) > LONG_WAIT_S:
+            waited_s = time.monotonic() - began
+            if not is_told and waited_s > long_s:
                 is_told = True
                 say(
                     f"warning: training has waited {duration(waited_s)} for a checkpoint in"
                     f" {self._checkpoints}; see whether the disks of all nodes answer"
                     f"{', and the bucket' if self._mirror is not None else ''}"
                 )
-        self._thread = None
+        self._thread, self._longest_s = None, max(self._longest_s, waited_s)
 
     def _raise(self) -> None:
         error, self._error = self._error, None

@@ -196,22 +196,27 @@ def test_a_save_that_does_not_end_is_told_of_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Whoever waits beats, so that nobody else would notice a disk that does not answer."""
+    assert saving.LONG_WAIT_S <= 60, "all machines stand still meanwhile"
     monkeypatch.setattr(saving, "LONG_WAIT_S", 0.0)
     monkeypatch.setattr(saving, "WAIT_INTERVAL_S", 0.001)
-    waits = list[None]()
-    with gate() as opened:
+    gates, waits = list[threading.Event](), list[None]()
 
-        def on_wait() -> None:
-            waits.append(None)
-            if len(waits) == 5:
-                opened.set()
+    def on_wait() -> None:
+        waits.append(None)
+        if len(waits) == 5:
+            gates[-1].set()
 
-        saver = Saver(tmp_path, ALONE, asynchronous=True, on_wait=on_wait)
-        saver.save(1, *trained(0), {}, keep=1, best=None)
-        saver.wait()
-    saver.close()
+    saver = Saver(tmp_path, ALONE, asynchronous=True, on_wait=on_wait)
     told = f"for a checkpoint in {tmp_path}; see whether the disks of all nodes answer\n"
-    assert capsys.readouterr().err.count(told) == 1
+    for step, times, count in ((1, 2.0, 1), (2, 1e9, 0), (3, 0.0, 1)):
+        monkeypatch.setattr(saving, "TIMES_LONGER", times)
+        with gate() as opened:
+            gates.append(opened)
+            saver.save(step, *trained(0), {}, keep=1, best=None)
+            waits.clear()
+            saver.wait()
+        assert capsys.readouterr().err.count(told) == count, "not if it always takes as long"
+    saver.close()
 
 
 def test_the_memory_of_the_copy_is_used_again_and_written_from_where_it_is(tmp_path: Path) -> None:

@@ -949,4 +949,12 @@ FAULTS = [
         "early stopping that can end no training is set, and nobody is told",
         "tests/train/test_recurrence.py",
     ),
+    Fault(
+        "disk-that-hangs-in-silence",
+        "ingot/checkpoints/saver.py",
+        "LONG_WAIT_S, TIMES_LONGER = 60.0, 2\n",
+        "LONG_WAIT_S, TIMES_LONGER = 600.0, 2\n",
+        "all machines wait for a disk that does not answer, and for minutes nobody is told",
+        "tests/checkpoints/test_saver.py",
+    ),
 ]
