@@ -32,12 +32,13 @@ class ServedModels:
             timeout=httpx.Timeout(ANSWER_S, connect=CONNECT_S), trust_env=False
         )
 
-    async def look(self, number: int) -> dict[str, Any]:
-        """What is served at an address: name, kind, or the error."""
+    async def look(self, number: int, key: str | None = None) -> dict[str, Any]:
+        """What is served at an address, which may need its key: name, kind, or the error."""
         address = self.addresses[number]
         about: dict[str, Any] = {"number": number, "address": address, "name": address}
         try:
-            found = await self.client.get(f"{address}/v1/models", timeout=LOOK_S)
+            url, headers = f"{address}/v1/models", authorization(key)
+            found = await self.client.get(url, headers=headers, timeout=LOOK_S)
             if found.status_code == httpx.codes.UNAUTHORIZED:
                 return {**about, "needs_key": True}
             model = found.json()["data"][0]
@@ -50,8 +51,13 @@ class ServedModels:
             return {**about, "error": f"{address} does not answer ({type(error).__name__})"}
 
 
+def authorization(key: str | None) -> dict[str, bytes]:
+    """The header of a model's key, in the bytes in which the browser gave it as `X-Model-Key`."""
+    return {"Authorization": f"Bearer {key}".encode("latin-1")} if key else {}
+
+
 def models_router(models: ServedModels) -> APIRouter:
-    """`GET /api/models`, and `POST /api/models/N/ROUTE`."""
+    """`GET /api/models`, `GET /api/models/N` and `POST /api/models/N/ROUTE`."""
     routes = APIRouter(prefix="/api/models")
 
     @routes.get("")
@@ -59,16 +65,25 @@ def models_router(models: ServedModels) -> APIRouter:
         found = await asyncio.gather(*map(models.look, range(len(models.addresses))))
         return {"models": found}
 
+    def unknown(number: int) -> Response | None:
+        if 0 <= number < len(models.addresses):
+            return None
+        return JSONResponse({"error": f"there is no model {number}; see --model"}, 404)
+
+    @routes.get("/{number}", response_model=None)
+    async def again(number: int, request: Request) -> Response | dict[str, Any]:
+        key = request.headers.get("x-model-key")
+        return unknown(number) or await models.look(number, key)
+
     @routes.post("/{number}/{route}")
     async def ask(number: int, route: Route, request: Request) -> Response:
-        if not 0 <= number < len(models.addresses):
-            return JSONResponse({"error": f"there is no model {number}; see --model"}, 404)
+        if missing := unknown(number):
+            return missing
         body = await request.body()
         if len(body) > MOST_BYTES:
             return JSONResponse({"error": f"the request is over {MOST_BYTES:,} bytes"}, 413)
-        headers = {"Content-Type": "application/json"}
-        if key := request.headers.get("x-model-key"):
-            headers["Authorization"] = f"Bearer {key}"
+        key = request.headers.get("x-model-key")
+        headers = {"Content-Type": b"application/json", **authorization(key)}
         sent = models.client.build_request(
             "POST", models.addresses[number] + ROUTES[route], content=body, headers=headers
         )

@@ -271,4 +271,12 @@ FAULTS = [
         "arguments of a call that are nested too deep for Python are an error of the server's",
         "tests/serve/http/test_tools.py",
     ),
+    Fault(
+        "model-asked-by-its-address",
+        "ingot/ui/static/app.js",
+        '  lookAgain: (model, key) => api(`models/${model.number}`, undefined, key ? { "X-Model-Key": key } : {}),\n',
+        "  lookAgain: async () => null,\n",
+        "the page of the runs asks a model that needs a key as a kind that it is not, by a name that it does not have",
+        "tests/serve/http/test_playground.py",
+    ),
 ]

@@ -15,7 +15,7 @@ const TRIES = {
 };
 const NAMES = { chat: "Chat", completions: "Completion", ...Object.fromEntries(Object.entries(TASKS).map(([name, task]) => [name, task.name])) };
 
-/** Shows the playground in `root`. `source` lists models and asks them. */
+/** Shows the playground in `root`. `source` lists models, looks at one again with its key, and asks them. */
 export function mountPlayground(root, source) {
   const state = { mode: "completions", models: [], keys: new Map(), logprobs: false, stop: "", running: null, knobs: Object.fromEntries(KNOBS.map(([name, , , value]) => [name, value])) };
   const panels = h("div", { class: "panels" });
@@ -30,6 +30,8 @@ export function mountPlayground(root, source) {
   const sampling = h("button", { type: "button", "aria-expanded": "false", onclick: () => { knobs.hidden = !knobs.hidden; sampling.setAttribute("aria-expanded", String(!knobs.hidden)); } }, "Sampling");
   // A key is for the address that it was typed for: another one may be a stranger's.
   const keyOf = (model) => state.keys.get(source.addressOf(model)) ?? "";
+  // Headers hold bytes, and a key is compared in those of UTF-8.
+  const sent = (key) => String.fromCharCode(...new TextEncoder().encode(key ?? ""));
   fill(root, h("div", { class: "play" },
     h("div", { class: "play-bar" }, modes, sampling, two,
       h("div", { class: "grow" }, h("button", { class: "quiet", type: "button", onclick: (e) => copyFrom(e.currentTarget, asCurl()) }, "Copy as curl"), h("button", { class: "quiet", type: "button", onclick: (e) => copyFrom(e.currentTarget, asPython()) }, "Copy as Python"), h("button", { class: "quiet", type: "button", onclick: clear }, "Clear"))),
@@ -78,10 +80,11 @@ export function mountPlayground(root, source) {
     setMode(first.tasks?.[0] ?? (first.chat ? "chat" : "completions"));
   }
 
-  /** Takes the key of an address, and looks again at what answers there. */
-  async function setKey(address, key) {
+  /** Takes the key of a model's address, and looks again at what answers there. */
+  async function setKey(asked, key) {
+    const address = source.addressOf(asked);
     state.keys.set(address, key);
-    const found = await source.lookAt?.(address, key);
+    const found = await source.lookAgain(asked, sent(key));
     const now = (model) => (found && source.addressOf(model) === address ? found : model);
     state.models = state.models.map(now);
     if (found && state.models[0] === found) setFirstMode();
@@ -112,11 +115,11 @@ export function mountPlayground(root, source) {
     const select = h("select", { "aria-label": "Model", onchange: async () => {
       if (select.value !== "other") { panel.model = state.models[Number(select.value)]; return showHead(panel); }
       const address = prompt("Address of another ingot serve (it must allow this page: serve.cors)", "http://127.0.0.1:8001")?.replace(/\/+$/, "");
-      if (address) { const found = await source.lookAt(address, state.keys.get(address)); if (found.error) alert(found.error); else { state.models.push(found); panel.model = found; } }
+      if (address) { const found = await source.lookAt(address, sent(state.keys.get(address))); if (found.error) alert(found.error); else { state.models.push(found); panel.model = found; } }
       showHead(panel);
     } }, state.models.map((model, number) => h("option", { value: String(number), selected: model === panel.model }, model.name)), others);
     const at = source.addressOf(panel.model);
-    const key = h("input", { type: "password", placeholder: "API key", "aria-label": "API key", hidden: !panel.model.needs_key && !state.keys.has(at), autocomplete: "off", value: keyOf(panel.model), onchange: () => setKey(at, key.value) });
+    const key = h("input", { type: "password", placeholder: "API key", "aria-label": "API key", hidden: !panel.model.needs_key && !state.keys.has(at), autocomplete: "off", value: keyOf(panel.model), onchange: () => setKey(panel.model, key.value) });
     fill(panel.head, state.models.length > 1 || others.length ? select : h("b", {}, panel.model.name), key, h("span", { class: "fine" }, panel.model.error ? "does not answer" : panel.model.needs_key ? "needs its API key" : panel.model.kind || ""));
   }
 
@@ -170,7 +173,7 @@ export function mountPlayground(root, source) {
     const task = TASKS[state.mode], began = performance.now();
     fill(panel.foot);
     try {
-      const response = await source.ask(panel.model, task.route, request(panel, prompt), keyOf(panel.model), signal);
+      const response = await source.ask(panel.model, task.route, request(panel, prompt), sent(keyOf(panel.model)), signal);
       if (!response.ok) throw new Error(await reason(response));
       fill(panel.talk, h("div", { class: "turn user" }, prompt), task.show(await response.json(), prompt));
       fill(panel.foot, h("span", {}, `${(performance.now() - began).toFixed(0)} ms`));
@@ -193,7 +196,7 @@ export function mountPlayground(root, source) {
     const told = { text: "", tokens: 0, first: 0, finish: "" };
     let failed = "";
     try {
-      const response = await source.ask(panel.model, state.mode, { ...body, stream: true, stream_options: { include_usage: true } }, keyOf(panel.model), signal);
+      const response = await source.ask(panel.model, state.mode, { ...body, stream: true, stream_options: { include_usage: true } }, sent(keyOf(panel.model)), signal);
       if (!response.ok) throw new Error(await reason(response));
       for await (const chunk of events(response)) {
         if (chunk.error) throw new Error(chunk.error.message ?? String(chunk.error));

@@ -20,6 +20,7 @@ async function lookAt(address, key) {
 mountPlayground(document.getElementById("play"), {
   list: async () => [await lookAt(here)],
   addressOf: (model) => model.address,
+  lookAgain: (model, key) => lookAt(model.address, key),
   ask: (model, route, body, key, signal) =>
     fetch(`${model.address}${pathOf(route)}`, {
       method: "POST", signal, body: JSON.stringify(body),

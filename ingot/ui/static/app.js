@@ -17,9 +17,9 @@ if (given) {
 }
 
 /** JSON of the server; an error has the server's own line. */
-export async function api(path, body) {
+export async function api(path, body, more = {}) {
   const token = sessionStorage.getItem("token");
-  const headers = { ...(token ? { Authorization: `Bearer ${token}` } : {}), ...(body ? { "Content-Type": "application/json" } : {}) };
+  const headers = { ...more, ...(token ? { Authorization: `Bearer ${token}` } : {}), ...(body ? { "Content-Type": "application/json" } : {}) };
   let answer;
   try {
     answer = await fetch(`api/${path}`, { headers, ...(body ? { method: "POST", body: JSON.stringify(body) } : {}) });
@@ -42,6 +42,7 @@ const ROUTES = {
 const playSource = {
   list: async () => (await api("models")).models,
   addressOf: (model) => model.address,
+  lookAgain: (model, key) => api(`models/${model.number}`, undefined, key ? { "X-Model-Key": key } : {}),
   ask: (model, route, body, key, signal) => fetch(`api/models/${model.number}/${route}`, {
     method: "POST", signal, body: JSON.stringify(body),
     headers: { "Content-Type": "application/json", ...(key ? { "X-Model-Key": key } : {}), ...(sessionStorage.getItem("token") ? { Authorization: `Bearer ${sessionStorage.getItem("token")}` } : {}) },

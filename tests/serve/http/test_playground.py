@@ -265,6 +265,13 @@ def test_two_models_answer_beside_each_other_in_the_ui(
         )
         assert "5 tokens" in one
         assert "API key" in other
+        type_key(tab, 1, "söme key")
+        head = "document.querySelectorAll('.panel-head')[1].innerText"
+        tab.wait(f"!{head}.includes('needs its API key') && !{head}.includes('does not answer')")
+        model = "document.querySelectorAll('.panel-head select')[1].selectedOptions[0].textContent"
+        assert tab.eval(model) == "tiny", "not the address, by which none is served there"
+        ask(tab, "the fox")
+        tab.wait("document.querySelectorAll('.panel-foot')[1].innerText.includes('5 tokens')")
         with httpx.Client(base_url=shown.url, timeout=60, trust_env=False) as client:
             assert client.post("/api/models/2/chat", json={}).status_code == 404
             assert client.post("/api/models/0/metrics", json={}).status_code == 422
