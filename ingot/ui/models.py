@@ -51,9 +51,9 @@ class ServedModels:
             return {**about, "error": f"{address} does not answer ({type(error).__name__})"}
 
 
-def authorization(key: str | None) -> dict[str, bytes]:
+def authorization(key: str | None) -> dict[bytes, bytes]:
     """The header of a model's key, in the bytes in which the browser gave it as `X-Model-Key`."""
-    return {"Authorization": f"Bearer {key}".encode("latin-1")} if key else {}
+    return {b"Authorization": f"Bearer {key}".encode("latin-1")} if key else {}
 
 
 def models_router(models: ServedModels) -> APIRouter:
@@ -83,7 +83,7 @@ def models_router(models: ServedModels) -> APIRouter:
         if len(body) > MOST_BYTES:
             return JSONResponse({"error": f"the request is over {MOST_BYTES:,} bytes"}, 413)
         key = request.headers.get("x-model-key")
-        headers = {"Content-Type": b"application/json", **authorization(key)}
+        headers = {b"Content-Type": b"application/json", **authorization(key)}
         sent = models.client.build_request(
             "POST", models.addresses[number] + ROUTES[route], content=body, headers=headers
         )
