@@ -273,10 +273,10 @@ FAULTS = [
     ),
     Fault(
         "model-asked-by-its-address",
-        "ingot/ui/static/app.js",
-        '  lookAgain: (model, key) => api(`models/${model.number}`, undefined, key ? { "X-Model-Key": key } : {}),\n',
-        "  lookAgain: async () => null,\n",
-        "the page of the runs asks a model that needs a key as a kind that it is not, by a name that it does not have",
+        "ingot/ui/models.py",
+        "get(url, headers=headers, timeout=LOOK_S)",
+        "get(url, timeout=LOOK_S)",
+        "the page of the runs asks a model that needs a key as a kind that it is not",
         "tests/serve/http/test_playground.py",
     ),
 ]
