@@ -164,7 +164,7 @@ def _adapter(sheet: GivenKeys, draft: Draft) -> None:
     every = sheet.get("lora_target_linear")
     if every:
         sheet.given.pop("lora_target_modules", None)
-    build_adapter(sheet, draft, KEYS, rank=8, alpha=2.0)
+    build_adapter(sheet, draft, KEYS, rank=8)
     if every:
         draft.put("model.lora.targets", "all-linear", "lora_target_linear")
     elif not sheet.has("lora_target_modules"):

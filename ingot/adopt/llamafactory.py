@@ -130,7 +130,7 @@ def _build(sheet: GivenKeys, draft: Draft) -> None:
         )
     way = sheet.get("finetuning_type")
     if way == "lora":
-        build_adapter(sheet, draft, KEYS, rank=8, alpha=2.0)
+        build_adapter(sheet, draft, KEYS, rank=8)
     elif way != "full":
         draft.note("changed", "finetuning_type", f"{way} is not offered; all weights are trained")
     if bits := sheet.get("quantization_bit"):

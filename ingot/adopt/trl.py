@@ -121,7 +121,7 @@ def _build(sheet: GivenKeys, draft: Draft) -> None:
     if sheet.get("use_peft"):
         # Answers to rewards are sampled without dropout, and trained without.
         dropout = 0.0 if kind == "grpo" else 0.05
-        build_adapter(sheet, draft, KEYS, 16, 2.0, dropout, targets=TARGETS)
+        build_adapter(sheet, draft, KEYS, 16, dropout, targets=TARGETS)
         if not sheet.has("lora_target_modules"):
             draft.note(
                 "changed",

@@ -262,16 +262,15 @@ def build_adapter(
     draft: Draft,
     keys: TunerKeys,
     rank: int,
-    alpha: float,
     dropout: float = 0.0,
     targets: Sequence[str] = (),
 ) -> None:
-    """An adapter; `rank`, `alpha` (times the rank), `dropout` and `targets` (all linear layers
-    where it is empty) unless given.
+    """An adapter; `rank`, twice the rank as alpha, `dropout` and `targets` (all linear layers where
+    it is empty) unless given.
     """
     rank = sheet.get(keys.rank) or rank
     draft.put("model.lora.rank", rank, keys.rank)
-    draft.put("model.lora.alpha", sheet.get("lora_alpha") or alpha * rank, "lora_alpha")
+    draft.put("model.lora.alpha", sheet.get("lora_alpha") or 2.0 * rank, "lora_alpha")
     given = sheet.get("lora_dropout")
     draft.put("model.lora.dropout", dropout if given is None else given, "lora_dropout")
     targets = sheet.get(keys.targets) or targets

@@ -8,7 +8,6 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
@@ -149,12 +148,7 @@ class Progress:
         whole = (self._moved - self._began) / made * (self.total - self.done)
         return f"{duration(whole - (time.monotonic() - self._moved))} left"
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._bar.stop()
 

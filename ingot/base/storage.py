@@ -135,11 +135,11 @@ def sha256_file(path: str | os.PathLike[str]) -> str:
     return digest.hexdigest()
 
 
-def sampled_sha256(path: Path, blocks: int = 64, block_bytes: int = 1 << 16) -> str:
-    """Hash of a local file's size and of blocks spread evenly over it, so that files of any size
+def sampled_sha256(path: Path) -> str:
+    """Hash of a local file's size and of 64 blocks spread evenly over it, so that files of any size
     cost the same: weights that were trained again differ everywhere.
     """
-    size = path.stat().st_size
+    size, blocks, block_bytes = path.stat().st_size, 64, 1 << 16
     digest = hashlib.sha256(str(size).encode())
     with path.open("rb") as stream:
         for block in range(blocks):

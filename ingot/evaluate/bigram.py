@@ -84,13 +84,11 @@ def bigram_nll(
     training: Callable[[], Iterable[TokenPairs]],
     held_out: Iterable[TokenPairs],
     vocab_size: int,
-    *,
-    max_pairs: int = MAX_PAIRS,
 ) -> float:
     """Negative log-likelihood of the second tokens of `held_out` given the first ones, in nats,
     summed.
 
-    `training()` iterates over the training pairs from the start: where more than `max_pairs`
+    `training()` iterates over the training pairs from the start: where more than MAX_PAIRS
     distinct ones could occur, they are counted in several passes, each over a range of first
     tokens.
     """
@@ -98,7 +96,7 @@ def bigram_nll(
     for tokens, following in held_out:
         held_out_table.add(tokens * vocab_size + following)
     held_out_table.settle()
-    statistics, counts = count_pairs(training, held_out_table.keys, vocab_size, max_pairs)
+    statistics, counts = count_pairs(training, held_out_table.keys, vocab_size)
     return -float(
         held_out_table.counts
         @ np.log(

@@ -9,7 +9,7 @@ import signal
 import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Protocol
 
 from ingot.base.errors import EXIT_DONE, EXIT_KEEP, EXIT_STOPPED
@@ -145,12 +145,7 @@ class StopRequests:
         """
         return signal.SIGTERM if self.first == signal.SIGHUP else self.first
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
 

@@ -10,7 +10,6 @@ import re
 import threading
 from collections.abc import Callable, Collection
 from pathlib import Path
-from types import TracebackType
 
 from ingot.base.environment import REPLICA_VARIABLE
 from ingot.base.errors import IngotError
@@ -143,12 +142,7 @@ class RunFolderPusher:
             thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._over.set()
         for thread in self._threads:
             thread.join()

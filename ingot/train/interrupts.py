@@ -20,7 +20,7 @@ import urllib.request
 from collections.abc import Iterator
 from http.client import HTTPException
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 from ingot.base.errors import Stopped
@@ -155,12 +155,7 @@ class StopSignals:
             " once"
         )
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._followed = kind is not None and issubclass(kind, (LeaveNow, Stopped))
         for number, handler in self._before.items() if not self._followed else ():
             signal.signal(number, handler)
@@ -203,12 +198,7 @@ class PreemptionNotice:
             )
             os.kill(os.getpid(), signal.SIGTERM)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._over.set()
 
 

@@ -10,7 +10,7 @@ import hmac
 import ipaddress
 import secrets
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -295,7 +295,6 @@ def serve_ui(
     port: int,
     acts: bool,
     models: Sequence[str],
-    announce: Callable[[str], None] = say,
 ) -> None:
     """Serve until SIGTERM or Ctrl-C.
 
@@ -308,21 +307,19 @@ def serve_ui(
     with bound_socket(host, port, "--host", "--port") as listener:
         shown = url_host(socket.gethostname() if host in ("0.0.0.0", "::") else host)
         address = f"http://{shown}:{listener.getsockname()[1]}/"
-        server = Server(http_config(app, 2), f"showing {root} at {address}", announce)
+        server = Server(http_config(app, 2), f"showing {root} at {address}")
         if token:
-            announce(f"with its token: {address}#token={token}")
+            say(f"with its token: {address}#token={token}")
         server.run(sockets=[listener])
 
 
 class Server(GracefulServer):
     """Says where it listens once it does."""
 
-    def __init__(
-        self, config: uvicorn.Config, greeting: str, announce: Callable[[str], None]
-    ) -> None:
+    def __init__(self, config: uvicorn.Config, greeting: str) -> None:
         super().__init__(config)
-        self._greeting, self._announce = greeting, announce
+        self._greeting = greeting
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        self._announce(self._greeting)
+        say(self._greeting)

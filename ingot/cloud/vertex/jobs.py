@@ -31,20 +31,18 @@ def wait_for_operation(
     name: str,
     what: str,
     response: str | None = None,
-    *,
-    limit_s: float = LIMIT_S,
 ) -> Any:
     """Poll the operation `name` until it is done; returns its response as a message of the type
     `response`.
 
     Raises:
-        WrongInput, Failed: it ended with an error, or not within `limit_s`.
+        WrongInput, Failed: it ended with an error, or not within LIMIT_S.
     """
-    client, deadline = google.client(service), time.monotonic() + limit_s
+    client, deadline = google.client(service), time.monotonic() + LIMIT_S
     while not (operation := call_api(client.get_operation, what, request={"name": name})).done:
         if time.monotonic() > deadline:
             raise Failed(
-                f"could not {what}: {name} was not done after {limit_s:g} s; look at it in the"
+                f"could not {what}: {name} was not done after {LIMIT_S:g} s; look at it in the"
                 " console, then run the same command again"
             )
         time.sleep(POLL_S)

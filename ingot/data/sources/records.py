@@ -98,9 +98,9 @@ def read_records(
     return found
 
 
-def whole_records(source: str, knob: str, split: str = "validation") -> Iterator[TaskRecord]:
+def whole_records(source: str, knob: str) -> Iterator[TaskRecord]:
     """All records of a source with all of their columns. Raises as `read_records` does."""
-    for place, values in _read(source, knob, split):
+    for place, values in _read(source, knob, "validation"):
         yield TaskRecord(place, values)
 
 

@@ -137,7 +137,7 @@ def save_adapter(
 
 @torch.no_grad()
 def load_adapter(
-    model: nn.Module, folder: Path, *, seed: int = 0, merge: bool = False, check: bool = True
+    model: nn.Module, folder: Path, *, merge: bool = False, check: bool = True
 ) -> None:
     """Load the adapter in `folder`: into the adapter that the model has (to continue training it),
     else as a new one, merged into the weights if `merge`.
@@ -179,7 +179,7 @@ def load_adapter(
         here = {name: sizes[name] for name in linear_layers(model, heads) if name in sizes}
         _compare(here, config.kind, present, path)
     else:
-        attach_lora(model, sizes, LoRAState(seed, config.dropout, config.kind))
+        attach_lora(model, sizes, LoRAState(0, config.dropout, config.kind))
     for name, layer in lora_layers(model).items():
         for place, whole_matrix in (
             (layer.lora_A, products[name].a),
