@@ -20,7 +20,7 @@ from ingot.base.remote.bucket import open_bucket
 from ingot.base.remote.service import Missing
 from ingot.base.storage import atomic_file, is_remote
 from ingot.launch.attempt import NON_FAILURE_CODES, STOP_SIGNALS, AttemptExit
-from ingot.launch.job import Job, JobState
+from ingot.launch.job import Handle, Job, JobState
 
 ARRIVED, EXIT, SIGNAL, BOOT, CANCELLED = "here", "exit", "signal", "boot", "cancelled"
 MADE = "made"
@@ -223,3 +223,13 @@ def exit_by_notes(
         else f"{kind} says that the job {state}"
     )
     return AttemptExit(lost[0] * job.processes if lost else 0, EXIT_FAILED, reason)
+
+
+class SignalsByNote:
+    """A launcher whose signals are notes, which the nodes poll every few seconds: no place passes
+    signals on to the ranks alone.
+    """
+
+    def signal(self, handle: Handle, number: int) -> None:
+        """See `Launcher`."""
+        Rendezvous(handle.about["meet"]).send(number)

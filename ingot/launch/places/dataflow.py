@@ -43,7 +43,7 @@ from ingot.launch.places.node_commands import (
     job_labels,
     user_labels,
 )
-from ingot.launch.rendezvous import EXIT, Rendezvous
+from ingot.launch.rendezvous import EXIT, Rendezvous, SignalsByNote
 
 KIND = "dataflow"
 GRACE_S = 20.0
@@ -57,7 +57,7 @@ NEEDS_BEAM = (
 )
 
 
-class DataflowLauncher:
+class DataflowLauncher(SignalsByNote):
     """`launch.kind: dataflow`, or `pipeline.steps.prepare.launch: dataflow`; for `prepare`."""
 
     poll_s = 2.0
@@ -183,10 +183,6 @@ class DataflowLauncher:
     def log(self, handle: Handle) -> JobLog:
         """See `Launcher`."""
         return FileLog(lambda: [Path(handle.log)])
-
-    def signal(self, handle: Handle, number: int) -> None:
-        """See `Launcher`."""
-        Rendezvous(handle.about["meet"]).send(number)
 
     def cancel(self, handle: Handle) -> None:
         """See `Launcher`: the driver first, which would otherwise start the next pipeline, then its

@@ -35,7 +35,7 @@ from ingot.launch.places.node_commands import (
     start_labels,
     work_label,
 )
-from ingot.launch.rendezvous import Rendezvous
+from ingot.launch.rendezvous import SignalsByNote
 
 KIND = "dataproc"
 MODULE = "google.cloud.dataproc_v1"
@@ -75,7 +75,7 @@ if __name__ == "__main__":
 '''
 
 
-class DataprocLauncher:
+class DataprocLauncher(SignalsByNote):
     """`launch.kind: dataproc`, or `pipeline.steps.prepare.launch: dataproc`; for `ingest` and
     `prepare`.
     """
@@ -124,7 +124,7 @@ class DataprocLauncher:
         batch = self._batch(job, self._script())
         body = message_types("google.protobuf.json_format").MessageToDict(type(batch).pb(batch))
         request = {
-            "parent": data_jobs.batch_parent(self._google),
+            "parent": self._google.parent,
             "batchId": f"{self._name(job)}-...",
             "batch": body,
         }
@@ -201,10 +201,6 @@ class DataprocLauncher:
     def log(self, handle: Handle) -> JobLog:
         """See `Launcher`."""
         return SparkDriverLog(self._google, handle.id)
-
-    def signal(self, handle: Handle, number: int) -> None:
-        """Leaves a note in the bucket, which the driver polls: the service can only end a batch."""
-        Rendezvous(handle.about["meet"]).send(number)
 
     def cancel(self, handle: Handle) -> None:
         """See `Launcher`."""

@@ -43,6 +43,7 @@ from ingot.launch.rendezvous import (
     CANCELLED,
     EXIT,
     Rendezvous,
+    SignalsByNote,
     clear_rendezvous,
     state_by_notes,
     taken_away,
@@ -58,7 +59,7 @@ LONGEST_S = 120 * 86_400
 LAST_LINES = 20
 
 
-class GceLauncher:
+class GceLauncher(SignalsByNote):
     """One job, one cluster of `launch.nodes` machines in one zone."""
 
     poll_s = 10.0
@@ -309,12 +310,6 @@ class GceLauncher:
                 text, _ = instances.serial_port(self.google, machine)
                 lines += [f"[{machine.name}] {line}\n" for line in text.splitlines()[-LAST_LINES:]]
         self._last_words[handle.id] = "".join(lines)
-
-    def signal(self, handle: Handle, number: int) -> None:
-        """Leaves a note, which the nodes poll every few seconds: signals cannot be sent to
-        machines.
-        """
-        Rendezvous(handle.about["meet"]).send(number)
 
     def cancel(self, handle: Handle) -> None:
         """See `Launcher`."""

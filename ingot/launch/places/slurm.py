@@ -42,7 +42,7 @@ from ingot.launch.places.node_commands import (
     write_secrets,
 )
 from ingot.launch.places.slurm_cluster import MEMORY_OPTIONS, NoAnswer
-from ingot.launch.rendezvous import SIGNAL, Rendezvous, state_by_notes
+from ingot.launch.rendezvous import SIGNAL, SignalsByNote, state_by_notes
 
 KIND = "slurm"
 SUBMIT_TRIES, RETRY_S = 5, 3.0
@@ -65,7 +65,7 @@ OWN_OPTIONS = (
 """sbatch options that only ingot sets."""
 
 
-class SlurmLauncher:
+class SlurmLauncher(SignalsByNote):
     """`launch.slurm`, driven from a node of the cluster."""
 
     poll_s = 3.0
@@ -368,10 +368,6 @@ class SlurmLauncher:
     def log(self, handle: Handle) -> JobLog:
         """See `Launcher`."""
         return FileLog(lambda: [Path(handle.log)])
-
-    def signal(self, handle: Handle, number: int) -> None:
-        """See `Launcher`."""
-        Rendezvous(handle.about["meet"]).send(number)
 
     def cancel(self, handle: Handle) -> None:
         """scancel, and wait until the job is gone. Raises Failed if it stays."""

@@ -38,7 +38,7 @@ from ingot.launch.places.node_commands import (
     shared_disk_reasons,
     working_folder,
 )
-from ingot.launch.rendezvous import EXIT, Rendezvous, state_by_notes
+from ingot.launch.rendezvous import EXIT, Rendezvous, SignalsByNote, state_by_notes
 
 KIND = "ssh"
 EXIT_NOTE_TIMEOUT_S = 3.0
@@ -56,7 +56,7 @@ class _Client:
     ended_at: float | None = None
 
 
-class SshLauncher:
+class SshLauncher(SignalsByNote):
     """Hosts of `launch.ssh`, the first of them node 0."""
 
     poll_s = 0.5
@@ -275,10 +275,6 @@ class SshLauncher:
             for name, (path, offset) in zip(names, json.loads(handle.about["logs"]), strict=True)
         ]
         return HostsLog(files, lambda: status_or_unknown(self, handle) in FINAL_STATES)
-
-    def signal(self, handle: Handle, number: int) -> None:
-        """See `Launcher`."""
-        Rendezvous(handle.about["meet"]).send(number)
 
     def cancel(self, handle: Handle) -> None:
         """Close the connections, wait until the nodes have ended their ranks, and kill the

@@ -45,6 +45,7 @@ from ingot.launch.rendezvous import (
     EXIT,
     MADE,
     Rendezvous,
+    SignalsByNote,
     clear_rendezvous,
     state_by_notes,
     taken_away,
@@ -62,7 +63,7 @@ be gone; and the shortest remaining time for which a container is still started.
 WAITING = ("ACCEPTED", "CREATING", "PROVISIONING", "WAITING_FOR_RESOURCES", "STATE_UNSPECIFIED")
 
 
-class TpuLauncher:
+class TpuLauncher(SignalsByNote):
     """One job, one TPU VM of one host."""
 
     poll_s = 15.0
@@ -292,10 +293,6 @@ class TpuLauncher:
     def log(self, handle: Handle) -> JobLog:
         """See `Launcher`."""
         return TpuLog(Rendezvous(handle.about["meet"]))
-
-    def signal(self, handle: Handle, number: int) -> None:
-        """See `Launcher`."""
-        Rendezvous(handle.about["meet"]).send(number)
 
     def cancel(self, handle: Handle) -> None:
         """See `Launcher`."""

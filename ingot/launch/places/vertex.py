@@ -39,7 +39,13 @@ from ingot.launch.places.node_commands import (
     start_labels,
     work_label,
 )
-from ingot.launch.rendezvous import EXIT, Rendezvous, clear_rendezvous, state_by_notes
+from ingot.launch.rendezvous import (
+    EXIT,
+    Rendezvous,
+    SignalsByNote,
+    clear_rendezvous,
+    state_by_notes,
+)
 
 KIND = "vertex"
 MARK = "ingot-mark"
@@ -94,7 +100,7 @@ CUBES: dict[str, str] = {
 """TPU topologies by the number of chips: planes of v5e and v6e, cubes of v5p."""
 
 
-class VertexLauncher:
+class VertexLauncher(SignalsByNote):
     """`launch.kind: vertex`."""
 
     poll_s = 10.0
@@ -219,10 +225,6 @@ class VertexLauncher:
     def log(self, handle: Handle) -> JobLog:
         """See `Launcher`."""
         return VertexLog(self._google, handle)
-
-    def signal(self, handle: Handle, number: int) -> None:
-        """Leaves a note, which the nodes poll every few seconds: the service can only end a job."""
-        Rendezvous(handle.about["meet"]).send(number)
 
     def cancel(self, handle: Handle) -> None:
         """See `Launcher`."""
