@@ -48,6 +48,11 @@ def processor_name() -> str:
     return next(models, "CPU")
 
 
+def usable_cores() -> int:
+    """The number of processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 @dataclass(frozen=True)
 class Ranks:
     """This process's rank among the processes of a job; the values of torchrun's variables."""

@@ -112,3 +112,8 @@ def leave(code: int) -> NoReturn:
                 stream.flush()
         os._exit(code)
     sys.exit(code)
+
+
+def one_line(error: object, most: int = 300) -> str:
+    """What an error says, in one line of `most` characters."""
+    return " ".join(str(error).split())[:most]

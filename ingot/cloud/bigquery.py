@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from ingot.base.errors import Failed, WrongInput
+from ingot.base.errors import Failed, WrongInput, one_line
 
 PAGE_ROWS = 50_000
 """Upper limit only: the service ends a page at about 20 MB, which bounds memory, while short rows
@@ -52,7 +52,7 @@ def query_rows(sql: str, *, project: str | None = None) -> Iterator[dict[str, An
                 yield dict(row.items())
     except RefreshError as error:
         raise WrongInput(
-            f"the credentials for BigQuery are refused ({_short(error)}); run `gcloud auth"
+            f"the credentials for BigQuery are refused ({one_line(error)}); run `gcloud auth"
             " application-default login`"
         ) from error
     except ClientError as error:
@@ -62,12 +62,12 @@ def query_rows(sql: str, *, project: str | None = None) -> Iterator[dict[str, An
                 f" {FILES_INSTEAD}"
             ) from error
         raise WrongInput(
-            f"BigQuery refuses the query ({error.code}: {_short(error.message)}); mend it, or ask"
+            f"BigQuery refuses the query ({error.code}: {one_line(error.message)}); mend it, or ask"
             " for the rights"
         ) from error
     except (GoogleAPIError, TransportError, OSError) as error:
         raise Failed(
-            f"BigQuery cannot be reached or broke down ({_short(error)}); run the same command"
+            f"BigQuery cannot be reached or broke down ({one_line(error)}); run the same command"
             " again"
         ) from error
 
@@ -91,15 +91,11 @@ def _client(project: str | None) -> Any:
         )
     except DefaultCredentialsError as error:
         raise WrongInput(
-            f"no credentials for BigQuery ({_short(error)}); run `gcloud auth application-default"
+            f"no credentials for BigQuery ({one_line(error)}); run `gcloud auth application-default"
             " login`"
         ) from error
     except OSError as error:
         raise WrongInput(
-            f"no project for BigQuery ({_short(error)}); set cloud.project, or"
+            f"no project for BigQuery ({one_line(error)}); set cloud.project, or"
             " $GOOGLE_CLOUD_PROJECT"
         ) from error
-
-
-def _short(error: Any) -> str:
-    return " ".join(str(error).split())[:300]

@@ -15,8 +15,8 @@ from typing import Any
 from ingot.base.errors import Failed, IngotError, WrongInput
 from ingot.base.progress import duration, say
 from ingot.base.remote.bucket import open_bucket
-from ingot.base.remote.service import Missing
-from ingot.cloud.clients import GoogleClients, call_api, message_types, short
+from ingot.base.remote.service import Missing, service_message
+from ingot.cloud.clients import GoogleClients, call_api, message_types
 from ingot.cloud.images import ImageKind, untagged_name
 
 FOLDER = "ingot/builds"
@@ -294,7 +294,7 @@ def _follow(google: GoogleClients, name: str) -> Any:
         except Failed as error:
             if time.monotonic() > over:
                 raise
-            if (told := short(error.__cause__)) != last_error:
+            if (told := service_message(error.__cause__)) != last_error:
                 say(f"warning: could not look at the build ({told}); it goes on")
             last_error = told
         else:

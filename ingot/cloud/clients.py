@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ingot.base.errors import Failed, WrongInput
+from ingot.base.remote.service import service_message
 from ingot.config.sections.deployment import Cloud
 
 SCOPE = "https://www.googleapis.com/auth/cloud-platform"
@@ -228,7 +229,9 @@ def _credentials(endpoint: str | None) -> tuple[Any, str | None]:
     try:
         found: tuple[Any, str | None] = google["default"](scopes=[SCOPE])
     except google["DefaultCredentialsError"] as error:
-        raise WrongInput(f"no credentials for Google Cloud ({short(error)}); {LOGIN}") from error
+        raise WrongInput(
+            f"no credentials for Google Cloud ({service_message(error)}); {LOGIN}"
+        ) from error
     return found
 
 
@@ -250,29 +253,32 @@ def google_errors(what: str, *, missing: str = "", denied: str = "") -> Iterator
         yield
     except google["RefreshError"] as error:
         raise WrongInput(
-            f"could not {what}: the credentials are refused ({short(error)}); {LOGIN}"
+            f"could not {what}: the credentials are refused ({service_message(error)}); {LOGIN}"
         ) from error
     except exceptions.NotFound as error:
         raise WrongInput(
-            f"could not {what}: {short(error)};"
+            f"could not {what}: {service_message(error)};"
             f" {missing or 'check cloud.project, cloud.region and the name'}"
         ) from error
     except (exceptions.Forbidden, exceptions.Unauthorized) as error:
         raise WrongInput(
-            f"could not {what}: {short(error)};"
+            f"could not {what}: {service_message(error)};"
             f" {denied or 'ask for the role, `ingot doctor --cloud` names what is missing'}"
         ) from error
     except exceptions.TooManyRequests as error:
         raise Failed(
-            f"could not {what}: {short(error)}; a quota is used up: wait, ask for more, or choose"
-            " another machine or region"
+            f"could not {what}: {service_message(error)}; a quota is used up: wait, ask"
+            " for more, or choose another machine or region"
         ) from error
     except exceptions.ClientError as error:
         raise WrongInput(
-            f"could not {what}: {short(error)}; mend the recipe, and run the same command again"
+            f"could not {what}: {service_message(error)}; mend the recipe, and run the same"
+            " command again"
         ) from error
     except (exceptions.GoogleAPIError, google["TransportError"], OSError) as error:
-        raise Failed(f"could not {what}: {short(error)}; run the same command again") from error
+        raise Failed(
+            f"could not {what}: {service_message(error)}; run the same command again"
+        ) from error
 
 
 def call_api(
@@ -311,15 +317,6 @@ def call_api(
             return call(**request, retry=retry, timeout=CALL_S)
         except exceptions.RetryError as error:
             raise error.cause or error from error
-
-
-def short(error: Any) -> str:
-    """The service's message in one line."""
-    try:
-        text = error.response.json()["error"]["message"]
-    except (AttributeError, KeyError, TypeError, ValueError):
-        text = getattr(error, "message", None) or str(error) or type(error).__name__
-    return " ".join(str(text).split())[:300]
 
 
 def _not_installed() -> WrongInput:

@@ -124,10 +124,6 @@ class SparkBatch:
         return self.state not in BATCH_FINAL_STATES
 
 
-def batch_parent(google: GoogleClients) -> str:
-    return f"projects/{google.project}/locations/{google.cloud.region}"
-
-
 def create_batch(google: GoogleClients, batch_id: str, batch: Any, request_id: str) -> None:
     """Create a batch under an id of our own. An existing batch of this id is ours: the answer to an
     earlier request was lost.
@@ -138,7 +134,7 @@ def create_batch(google: GoogleClients, batch_id: str, batch: Any, request_id: s
             f"make the Spark batch {batch_id}",
             denied="ask for the roles Dataproc Editor and Service Account User",
             request={
-                "parent": batch_parent(google),
+                "parent": google.parent,
                 "batch": batch,
                 "batch_id": batch_id,
                 "request_id": request_id,
@@ -155,7 +151,7 @@ def get_batch(google: GoogleClients, batch_id: str) -> SparkBatch | None:
         found = call_api(
             google.client("batches").get_batch,
             f"look at the Spark batch {batch_id}",
-            request={"name": f"{batch_parent(google)}/batches/{batch_id}"},
+            request={"name": f"{google.parent}/batches/{batch_id}"},
         )
     except WrongInput as error:
         if isinstance(error.__cause__, google_packages()["exceptions"].NotFound):
@@ -169,7 +165,7 @@ def labelled_batches(google: GoogleClients, labels: dict[str, str]) -> list[Spar
     wanted = " AND ".join(f"labels.{name}={value}" for name, value in sorted(labels.items()))
     request, what = (
         {
-            "parent": batch_parent(google),
+            "parent": google.parent,
             "filter": wanted,
             "order_by": "create_time desc",
         },

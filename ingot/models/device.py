@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from ingot.base.environment import processor_name
+from ingot.base.environment import processor_name, usable_cores
 from ingot.base.errors import WrongInput
 
 Compute = Literal["fp32", "bf16"]
@@ -326,7 +326,7 @@ def gpu_usage(device: torch.device) -> dict[str, float]:
 def use_all_cores(local_world: int) -> None:
     """Divide the cores among the processes of this machine, unless OMP_NUM_THREADS is set."""
     if "OMP_NUM_THREADS" not in os.environ:
-        cores = len(os.sched_getaffinity(0))
+        cores = usable_cores()
         torch.set_num_threads(max(1, cores // local_world))
 
 

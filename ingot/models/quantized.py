@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ingot.base.errors import WrongInput
+from ingot.base.errors import WrongInput, one_line
 from ingot.base.progress import say
 from ingot.config.sections.quantize import Quantize
 from ingot.models.device import is_planned, kernel_type
@@ -222,7 +222,7 @@ def compiled_blocks(device: torch.device) -> Callable[..., Tensor] | None:
             return compiled
         why = "it gives other numbers"
     except Exception as error:  # whatever a compiler may lack
-        why = " ".join(str(error).split())[:120]
+        why = one_line(error, 120)
     say(
         f"nf4 matrices cannot be turned into numbers by one kernel here ({why}); they are, one"
         " operation at a time, which takes longer"

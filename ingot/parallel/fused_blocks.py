@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ingot.base.errors import one_line
 from ingot.base.progress import say
 from ingot.models.device import is_planned, kernel_type, prefers_cudnn_attention
 from ingot.parallel.blockwise import (
@@ -236,7 +237,7 @@ def is_right(kernel: FusedKernel, case: Case) -> bool:
                 )
             ]
     except RuntimeError as error:
-        return _left_out(kernel, case, " ".join(str(error).split())[:120])
+        return _left_out(kernel, case, one_line(error, 120))
     most = max(ROUNDING * torch.finfo(case.dtype).eps, LEAST)
     worst = float(torch.stack(apart).nan_to_num(torch.inf).max())
     return worst <= most or _left_out(kernel, case, f"it is {worst:.1g} off")

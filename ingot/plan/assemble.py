@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ingot.base.environment import usable_cores
 from ingot.base.errors import Failed, WrongInput
 from ingot.config.degrees import degrees_of
 from ingot.config.models.source import config_folder, named_config, trained_kind
@@ -222,7 +223,7 @@ def known_coefficients(place: PlannedPlace) -> Coefficients | None:
     if place.device is not None:
         return coefficients_of(place.device, place.machine, place.processes)
     if place.type == "cpu" and place.kind == "local":
-        cores = len(os.sched_getaffinity(0))
+        cores = usable_cores()
         threads = int(os.environ.get("OMP_NUM_THREADS") or max(1, cores // place.processes))
         return cpu_coefficients(threads, place.processes)
     return None

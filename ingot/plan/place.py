@@ -5,7 +5,6 @@ and prices. Asks no service and imports no torch.
 from __future__ import annotations
 
 import functools
-import os
 import shutil
 import subprocess
 from dataclasses import dataclass, replace
@@ -14,6 +13,7 @@ from typing import Literal
 
 import psutil
 
+from ingot.base.environment import usable_cores
 from ingot.base.errors import WrongInput
 from ingot.cloud.machines import accelerators_of, machine_type
 from ingot.cloud.prices import hourly_price, hourly_price_of_tpu, price_table
@@ -219,7 +219,7 @@ def _this_machine(recipe: Recipe) -> PlannedPlace:
         Range.exactly(own, "measured"),
         host,
         _free(recipe),
-        len(os.sched_getaffinity(0)),
+        usable_cores(),
         None,
     )
 

@@ -8,10 +8,10 @@ What cannot be known is `Unknown` with what would tell it, never a number.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ingot.base.environment import usable_cores
 from ingot.base.errors import WrongInput
 from ingot.base.markers import read_marker
 from ingot.config.degrees import degrees_of
@@ -367,5 +367,5 @@ def preparation_cost(recipe: Recipe, text_bytes: Range | None) -> PreparationCos
     if not isinstance(engine, LocalEngineSettings):
         how_many = Unknown(f"the number of workers that data.engine.kind={engine.kind} has")
         return PreparationCost(DATA_START_S + work, how_many)
-    workers = engine.workers or len(os.sched_getaffinity(0))
+    workers = engine.workers or usable_cores()
     return PreparationCost(DATA_START_S + work, DATA_START_S + work / float(workers))

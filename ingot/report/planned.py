@@ -4,7 +4,6 @@ and money. A plan that is damaged or of another version gives fewer lines, never
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -12,6 +11,7 @@ from typing import Any, Literal
 from ingot.base.progress import duration
 from ingot.report.chosen import flatten
 from ingot.report.formatting import short
+from ingot.report.metrics import is_number
 from ingot.report.run_view import RunView
 
 Verdict = Literal["within", "above", "below", ""]
@@ -145,7 +145,7 @@ def _largest(ranks: Any) -> Mapping[str, Any] | None:
 
 def _range(value: Any) -> Mapping[str, Any] | None:
     found = _mapping(value)
-    return found if all(_is_number(found.get(name)) for name in ("low", "likely", "high")) else None
+    return found if all(is_number(found.get(name)) for name in ("low", "likely", "high")) else None
 
 
 def _changed(view: RunView, plan: Mapping[str, Any]) -> list[str]:
@@ -162,10 +162,6 @@ def _changed(view: RunView, plan: Mapping[str, Any]) -> list[str]:
 
 def _mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, dict) else {}
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _gb(size: float) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import resource
 import statistics
 import sys
@@ -22,7 +21,7 @@ from typing import Any
 import psutil
 import torch
 
-from ingot.base.environment import ranks
+from ingot.base.environment import ranks, usable_cores
 from ingot.base.errors import Failed, WrongInput
 from ingot.base.hostmemory import host_memory
 from ingot.base.storage import write_atomic
@@ -144,7 +143,7 @@ def _measure(setup: TrainSetup, mesh: Mesh, steps: int) -> dict[str, Any]:
         "peak_flops": best,
         "stated_peak_flops": work.stated_peak,
         "share_of_peak": None if cost is None else reached / best,
-        "cpu": sum(busy) / _cores(),
+        "cpu": sum(busy) / usable_cores(),
         "host_memory": max(host),
         "gpu": statistics.mean(util) if on_gpu else None,
         "gpu_memory": max(memory) if on_gpu else None,
@@ -210,11 +209,6 @@ def _peak(mesh: Mesh, setup: TrainSetup) -> float:
     best = max(measured_peak(mesh.device, setup.compute) for _ in range(PEAK_TIMES))
     [total] = mesh.agree(best)
     return total
-
-
-def _cores() -> int:
-    """The number of cores that the processes of this machine may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class UsageSampler:

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from ingot.base.errors import Failed, IngotError, WrongInput
+from ingot.base.errors import Failed, IngotError, WrongInput, one_line
 
 EMULATOR = "STORAGE_EMULATOR_HOST"
 
@@ -76,8 +76,8 @@ def connect(url: str) -> tuple[Any, Any]:
         )
     except google.DefaultCredentialsError as error:
         raise WrongInput(
-            f"no credentials for {url} ({_short(error)}); run `gcloud auth application-default"
-            " login`"
+            f"no credentials for {url} ({service_message(error)}); run `gcloud auth"
+            " application-default login`"
         ) from error
     return google.Client(project=project, credentials=credentials), google.Session(credentials)
 
@@ -117,7 +117,7 @@ def google_packages() -> SimpleNamespace:
 
 def translate_error(error: Any, url: str, verb: str, patience_s: float) -> IngotError:
     """Our error for the failed attempt to `verb` (read, write, list, delete, look at) `url`."""
-    code, short = getattr(error, "code", None), _short(error)
+    code, short = getattr(error, "code", None), service_message(error)
     bucket = url.split("/")[2]
     if code == 404 and verb in ("read", "delete") and "bucket does not exist" not in short:
         return Missing(f"{url} is not there any more; see who else works there")
@@ -145,8 +145,8 @@ def translate_error(error: Any, url: str, verb: str, patience_s: float) -> Ingot
     cause = getattr(error, "cause", None)
     if cause is not None:
         return Failed(
-            f"could not {verb} {url} within {patience_s:g} s ({_short(cause)}); see what is wrong"
-            " there, then run the same command again"
+            f"could not {verb} {url} within {patience_s:g} s ({service_message(cause)}); see what"
+            " is wrong there, then run the same command again"
         )
     return Failed(
         f"could not {verb} {url} ({int(code) if code else type(error).__name__}: {short}); run the"
@@ -154,13 +154,13 @@ def translate_error(error: Any, url: str, verb: str, patience_s: float) -> Ingot
     )
 
 
-def _short(error: Any) -> str:
-    """The service's own message, or else the client's."""
+def service_message(error: Any) -> str:
+    """The service's own message in one line, or else the client's."""
     try:
         text = error.response.json()["error"]["message"]
     except (AttributeError, KeyError, TypeError, ValueError):
         text = getattr(error, "message", None) or str(error) or type(error).__name__
-    return " ".join(str(text).split())[:300]
+    return one_line(text)
 
 
 CHUNK_BYTES = 32 << 20

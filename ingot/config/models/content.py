@@ -148,7 +148,7 @@ def check_content(folder: Path) -> None:
 def describe_changed(folder: Path, changed: Mapping[str, list[str]]) -> str:
     """What differs, in words."""
     what = "; ".join(
-        f"{file}{f' ({_some(names)})' if names else ''}" for file, names in changed.items()
+        f"{file}{f' ({some_of(names)})' if names else ''}" for file, names in changed.items()
     )
     return f"{folder} does not hold what was exported there: {what} changed since"
 
@@ -200,5 +200,6 @@ def _stored_digests(file: Path) -> Iterator[tuple[str, str]]:
                     yield name, xxhash.xxh3_128(part).hexdigest()
 
 
-def _some(names: list[str]) -> str:
+def some_of(names: list[str]) -> str:
+    """The first three names, and how many more there are."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -75,12 +75,3 @@ def shares_of(hashes: Hashes, buckets: int) -> NDArray[np.uint32]:
     """The bucket of each hash, consistent with `bucket_of`."""
     edges = np.array([bucket * HASH_VALUES // buckets for bucket in range(1, buckets)], np.uint64)
     return np.searchsorted(edges, hashes, side="right").astype(np.uint32)
-
-
-def mixed(values: Hashes) -> Hashes:
-    """Mix 64-bit values bijectively so that each input bit affects every output bit
-    (SplitMix64).
-    """
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))

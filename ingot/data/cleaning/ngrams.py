@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ingot.data.cleaning.arrays import Bytes, Flags, Hashes, Indices, distinct, mixed
+from ingot.data.batches.permutation import mix
+from ingot.data.cleaning.arrays import Bytes, Flags, Hashes, Indices, distinct
 from ingot.data.cleaning.folding import FoldedTexts
 from ingot.data.cleaning.unicode import LIMIT, NOT_ASCII, SPACE, characters, lookup, matching
 
@@ -83,7 +84,7 @@ def _constants() -> _Constants:
     word_bytes = bytes(byte >= NOT_ASCII or chr(byte).isalnum() for byte in range(256))
     classes = matching(r"^[\p{L}\p{N}\p{M}]$").astype(np.uint8)
     classes[matching(UNSPACED) & (classes == IN_WORD)] = ALONE
-    values = mixed(np.arange(1, 257, dtype=np.uint64) * np.uint64(BASE))
+    values = mix(np.arange(1, 257, dtype=np.uint64) * np.uint64(BASE))
     values[np.frombuffer(word_bytes, np.uint8) == 0] = 0
     return _Constants(
         word_bytes, classes, values, powers(BASE, BLOCK), powers(pow(BASE, -1, 1 << 64), BLOCK)
@@ -152,7 +153,7 @@ def _word_hashes(flat: Bytes, at: Indices, constants: _Constants) -> Hashes:
         here = at[first:last] - begin
         found[first:last] = np.add.reduceat(values, here) * constants.inverse[here]
         first = last
-    return mixed(found)
+    return mix(found)
 
 
 def ngrams(found: HashedTexts, size: int) -> HashedTexts:
@@ -179,7 +180,7 @@ def ngrams(found: HashedTexts, size: int) -> HashedTexts:
         whole[begins[short]] = True
     kept = np.where(counts > 0, np.maximum(counts - size + 1, 1), 0)
     return HashedTexts(
-        mixed(sums[whole] + np.uint64(size)),
+        mix(sums[whole] + np.uint64(size)),
         np.concatenate([[0], np.cumsum(kept)]).astype(np.int64),
     )
 
@@ -213,11 +214,11 @@ def signatures(grams: HashedTexts, permutations: int) -> NDArray[np.uint32]:
     A permutation of 32-bit hashes is a multiplication by an odd number modulo 2**32 and an
     addition.
     """
-    factors = (mixed(np.arange(1, permutations + 1, dtype=np.uint64)) >> np.uint64(32)).astype(
+    factors = (mix(np.arange(1, permutations + 1, dtype=np.uint64)) >> np.uint64(32)).astype(
         np.uint32
     ) | np.uint32(1)
     terms = (
-        mixed(np.arange(1, permutations + 1, dtype=np.uint64) + np.uint64(1 << 32)) >> np.uint64(32)
+        mix(np.arange(1, permutations + 1, dtype=np.uint64) + np.uint64(1 << 32)) >> np.uint64(32)
     ).astype(np.uint32)
     found = np.full((permutations, len(grams)), np.iinfo(np.uint32).max, np.uint32)
     hashes = (grams.values >> np.uint64(32)).astype(np.uint32)
@@ -244,6 +245,6 @@ def band_keys(signature: NDArray[np.uint32], similarity: float) -> Hashes:
     for band in range(count):
         key = np.full(len(signature), band + 1, np.uint64)
         for value in range(band * rows, (band + 1) * rows):
-            key = mixed((key << np.uint64(1)) ^ signature[:, value])
+            key = mix((key << np.uint64(1)) ^ signature[:, value])
         keys[:, band] = key
     return keys

@@ -19,6 +19,7 @@ from multiprocessing import forkserver
 from multiprocessing.sharedctypes import Synchronized
 from multiprocessing.synchronize import Event
 
+from ingot.base.environment import usable_cores
 from ingot.base.errors import Failed
 from ingot.base.processes import without_main_module
 from ingot.base.progress import Progress
@@ -33,7 +34,7 @@ class LocalEngine:
     """
 
     def __init__(self, workers: int = 0) -> None:
-        self._workers = workers or cores()
+        self._workers = workers or usable_cores()
         self._pool: _Pool | None = None
 
     def warm(self, *modules: str) -> None:
@@ -110,11 +111,6 @@ class _Pool:
     def close(self) -> None:
         self._stop.set()
         self._pool.shutdown(wait=True, cancel_futures=True)
-
-
-def cores() -> int:
-    """The number of processors that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _run_here(work: Stage[Task, Result], tasks: Sequence[Task], progress: Progress) -> list[Result]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ingot.base.errors import Failed, WrongInput
+from ingot.base.errors import Failed, WrongInput, one_line
 from ingot.base.hub import ASK_S
 from ingot.base.markers import fingerprint
 from ingot.base.progress import say
@@ -87,7 +87,7 @@ def open_split(where: dict[str, Any], knob: str) -> Any:
         )
     except (FileNotFoundError, ValueError, RuntimeError) as error:
         raise WrongInput(
-            f"{knob} {where['path']} cannot be used: {in_short(error)}; check its name, subset and"
+            f"{knob} {where['path']} cannot be used: {one_line(error)}; check its name, subset and"
             " `split`"
         ) from error
     except Exception as error:  # the library passes on whatever its transport raises
@@ -124,13 +124,9 @@ def revision_of(name: str, knob: str) -> str:
 
 def _unreachable(name: str, knob: str, error: Exception) -> Failed:
     return Failed(
-        f"{knob} {name} cannot be reached ({type(error).__name__}: {in_short(error)}); check the"
+        f"{knob} {name} cannot be reached ({type(error).__name__}: {one_line(error)}); check the"
         " network and $HF_TOKEN"
     )
-
-
-def in_short(error: Exception) -> str:
-    return " ".join(str(error).split())[:300]
 
 
 BATCH_ROWS = 1000
@@ -161,7 +157,7 @@ def hub_documents(
         ) as error:
             raise Failed(
                 f"{file.path} broke down after row {row} ({type(error).__name__}:"
-                f" {in_short(error)}); run the same command again"
+                f" {one_line(error)}); run the same command again"
             ) from error
         if table is None:
             return

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ingot.base.errors import Failed, WrongInput
+from ingot.base.errors import Failed, WrongInput, one_line
 from ingot.base.markers import fingerprint
 from ingot.base.reports import Metric
 from ingot.config.sections.evaluation import LMEvalTask
@@ -180,7 +180,7 @@ def open_lm_eval(
     try:
         manager.load(list(task.tasks))
     except Exception as error:  # data sets raise exceptions of any kind
-        reason = " ".join(str(error).split())[:300]
+        reason = one_line(error)
         raise Failed(
             f"evaluate.tasks, {task.name}: {', '.join(task.tasks)} cannot be loaded"
             f" ({type(error).__name__}: {reason}); check the network"

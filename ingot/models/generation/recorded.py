@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ingot.base.errors import one_line
 from ingot.base.progress import say
 from ingot.models.generation.cache import KVCache
 from ingot.models.generation.windows import StepWindow
@@ -108,7 +109,7 @@ class RecordedSteps:
             play = self._record(work)
             found = play()[:count]
         except RuntimeError as error:
-            return self._given_up(" ".join(str(error).split())[:200], expected)
+            return self._given_up(one_line(error, 200), expected)
         eps = torch.finfo(self._model.head_weight.dtype).eps
         apart = float(ROUNDING * eps * expected.abs().max())
         if not torch.allclose(found, expected, rtol=0.0, atol=apart, equal_nan=True):

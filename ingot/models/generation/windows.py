@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ingot.base.errors import one_line
 from ingot.base.progress import say
 from ingot.models.native.attention import attend
 
@@ -272,7 +273,7 @@ def _is_right(kind: _Kind) -> bool:
     try:
         apart = float((in_parts(q, k, v, added).float() - wanted).norm() / wanted.norm())
     except RuntimeError as error:
-        return _left_out(" ".join(str(error).split())[:120])
+        return _left_out(one_line(error, 120))
     bound = max(ROUNDING * torch.finfo(kind.dtype).eps, LEAST)
     return apart <= bound or _left_out(f"it is {apart:.1g} off")
 

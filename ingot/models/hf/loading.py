@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ingot.base.errors import WrongInput
 from ingot.base.progress import say
+from ingot.config.models.content import some_of
 from ingot.config.models.source import CONFIG
 from ingot.config.models.types import HFKind
 from ingot.models.hf.config import HFConfig
@@ -127,7 +128,7 @@ def load_hf_model(
                 )
     if fresh or unused:
         drawn = f"{', '.join(fresh)} drawn from seed {seed}" if fresh else "nothing drawn"
-        say(f"{folder}: {drawn}{f'; not used: {_some(unused)}' if unused else ''}")
+        say(f"{folder}: {drawn}{f'; not used: {some_of(unused)}' if unused else ''}")
     if isinstance(model, Seq2Seq):
         _read_generation(model, folder)
         _set_start(config, model.inner)
@@ -284,7 +285,3 @@ def _read_generation(model: Seq2Seq, folder: Path) -> None:
             f"{folder / GENERATION} is not a generation configuration ({error}); fetch the model"
             " again"
         ) from None
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from ingot.base.environment import usable_cores
 from ingot.base.errors import Failed, WrongInput
 from ingot.base.processes import preexec_die_with_parent
 from ingot.base.progress import Progress
@@ -132,7 +133,7 @@ def _trace_folder(folder: Path) -> None:
     if any(request.world > 1 for request in requests):
         import ingot.parallel.schedules  # noqa: F401 (slow, and once before the forks as well)
 
-    cores, running = len(os.sched_getaffinity(0)), 0
+    cores, running = usable_cores(), 0
     for number, request in enumerate(requests):
         if running == cores:
             _wait_for_one()

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ingot.base.errors import WrongInput
+from ingot.base.errors import WrongInput, one_line
 from ingot.base.progress import say
 from ingot.config.models.content import check_content
 from ingot.config.models.family import is_native, longrope_turn
@@ -149,7 +149,7 @@ def _load(folder: Path, kind: str, device: torch.device, dtype: torch.dtype) -> 
         )
     except Exception as error:  # each model class has exceptions of its own
         check_own_code(model_config(folder), str(folder))
-        reason = " ".join(str(error).split())[:300]
+        reason = one_line(error)
         raise WrongInput(
             f"{folder} does not open in transformers as {what} ({reason}); give another"
             " model, or another serve.engine"

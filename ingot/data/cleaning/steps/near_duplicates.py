@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from ingot.config.sections.data import Fuzzy
+from ingot.data.batches.permutation import mix
 from ingot.data.cleaning.arrays import (
     Columns,
     Hashes,
@@ -23,7 +24,6 @@ from ingot.data.cleaning.arrays import (
     bucket_of,
     firsts,
     joined,
-    mixed,
     shares_of,
     sorted_by,
 )
@@ -262,7 +262,7 @@ def _by_number(numbers: Indices, sets: list[Hashes]) -> Candidates:
 
 
 def _spread(components: Indices) -> Hashes:
-    return mixed(components.astype(np.uint64) + np.uint64(1))
+    return mix(components.astype(np.uint64) + np.uint64(1))
 
 
 def _runs(batches: Iterator[Columns]) -> Iterator[Columns]:
