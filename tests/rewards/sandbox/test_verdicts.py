@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -258,13 +260,22 @@ TESTS += "assert f(5) in [25]\nassert f(6) in {36: 1}"
 
 @pytest.mark.parametrize("name", FORGED)
 def test_no_verdict_can_be_forged(name: str) -> None:
-    try:
-        verdict = run_trial(FORGED[name], TESTS, SandboxLimits(timeout=30))
-    except RewardFailed:
-        return  # no value either
-    assert verdict is not None
-    assert not verdict.whole
-    assert verdict.passed == 0
+    verdicts = list(_verdicts(FORGED[name], TESTS))
+    # Where one of them cannot be judged, which is no value either, no other may have passed.
+    verdicts = verdicts or [
+        verdict
+        for test in TESTS.splitlines()[1:]
+        for verdict in _verdicts(FORGED[name], f"import math\n{test}")
+    ]
+    assert all(not verdict.whole and verdict.passed == 0 for verdict in verdicts)
+
+
+def _verdicts(answer: str, tests: str) -> Iterator[Verdict]:
+    """The verdict, or none where the answer cannot be judged."""
+    with contextlib.suppress(RewardFailed):
+        verdict = run_trial(answer, tests, SandboxLimits(timeout=30))
+        assert verdict is not None
+        yield verdict
 
 
 @pytest.mark.parametrize(
