@@ -41,7 +41,6 @@ class ModelVersion:
     model: str
     number: int
     display_name: str
-    artifacts: str
     aliases: tuple[str, ...]
     labels: dict[str, str]
     created: float
@@ -190,7 +189,6 @@ def _version(model: Any) -> ModelVersion:
         name,
         int(model.version_id),
         model.display_name,
-        model.artifact_uri,
         tuple(model.version_aliases),
         dict(model.labels),
         created,
