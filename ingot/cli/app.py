@@ -16,6 +16,7 @@ from typer.models import CommandInfo, TyperInfo
 import ingot
 from ingot.base.errors import leave
 from ingot.base.lazy import importing
+from ingot.base.openfiles import raise_open_file_limit
 from ingot.base.progress import outlive_reader
 from ingot.cli.carry import export, import_, push
 from ingot.cli.cloud import images, submit
@@ -65,6 +66,7 @@ def main() -> None:
         die_with_parent(os.getppid(), signal.SIGKILL)
     write_any_text()
     outlive_reader()
+    raise_open_file_limit()
     debug, arguments = split_debug(sys.argv[1:])
     listen_to_signals()
     leave(

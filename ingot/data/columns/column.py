@@ -20,7 +20,8 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
-from ingot.base.errors import WrongInput
+from ingot.base.errors import Failed, WrongInput
+from ingot.base.openfiles import ADVICE
 from ingot.base.storage import atomic_file
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -119,6 +120,7 @@ class Column:
 
     Raises:
         WrongInput: a file is missing, is no index of this version, or the two files do not match.
+        Failed: this process or machine has too many files open.
     """
 
     def __init__(self, prefix: Path) -> None:
@@ -300,4 +302,6 @@ def _mapped(path: Path) -> mmap.mmap | bytes:
     except FileNotFoundError:
         raise WrongInput(f"{path} is missing; {AGAIN}") from None
     except OSError as error:
+        if error.errno in ADVICE:
+            raise Failed(f"{path} cannot be opened: {ADVICE[error.errno]}") from error
         raise WrongInput(f"{path} cannot be read ({error.strerror}); {AGAIN}") from error

@@ -1,4 +1,4 @@
-"""What `Rows` and `Samples` have in common: the prepared parts of a split, memory-mapped on first
+"""What `Rows` and `Samples` have in common: the prepared parts of a split, memory-mapped while in
 use, and their properties.
 """
 
@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import itertools
 import queue
-from collections.abc import Mapping, Sequence
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,6 +17,7 @@ import numpy.typing as npt
 
 from ingot.base.errors import Failed, WrongInput
 from ingot.base.markers import read_marker
+from ingot.base.openfiles import open_file_limit
 from ingot.base.remote.deferred import PARTIAL, DeferredFiles, deferred_files_of
 from ingot.data.columns.column import Column, bin_path, column_prefix, idx_path
 from ingot.data.columns.manifest import MANIFEST, ColumnPart, PreparedData, column_dtype
@@ -24,6 +27,10 @@ IGNORE = -100
 """The label of a position that does not contribute to the loss."""
 
 TRIES = 5
+OPEN_SHARE = 16
+"""A split has a sixteenth as many columns open as this process may have files, which is an eighth
+of those files: a column has two, whose maps keep them open.
+"""
 
 Ids = npt.NDArray[np.int64]
 
@@ -136,9 +143,37 @@ class PreparedSplit:
             self._sources[source].drop(name, index)
 
 
+class OpenColumns:
+    """The columns of a split that are open, at most `most`: the one unused for longest is forgotten
+    first, and closed once no array views it any more. Threads may use it at the same time.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most, self._lock = most, threading.Lock()
+        self._columns: OrderedDict[tuple[str, int], Column] = OrderedDict()
+
+    def get(self, name: str, number: int, opened: Callable[[], Column]) -> Column:
+        """A column of part `number`, made by `opened` if it is not open."""
+        key = name, number
+        with self._lock:
+            if (column := self._columns.get(key)) is not None:
+                self._columns.move_to_end(key)
+                return column
+        column = opened()  # it may have to be fetched, which others need not wait for
+        with self._lock:
+            self._columns[key] = column
+            while len(self._columns) > self._most:
+                self._columns.popitem(last=False)
+        return column
+
+    def forget(self, name: str, number: int) -> None:
+        with self._lock:
+            self._columns.pop((name, number), None)
+
+
 class SplitFiles(NamedTuple):
-    """What all parts of a split share. Every opened file is put into `touched`; `sums` has the
-    SHA-256 of files that are fetched on demand.
+    """What all parts of a split share. Every file is put into `touched` when it is first opened;
+    `sums` has the SHA-256 of files that are fetched on demand.
     """
 
     columns: Path
@@ -147,6 +182,7 @@ class SplitFiles(NamedTuple):
     touched: queue.SimpleQueue[Path | None]
     deferred: DeferredFiles | None
     sums: Mapping[str, str]
+    open: OpenColumns
 
 
 def opening(
@@ -171,24 +207,24 @@ def opening(
         queue.SimpleQueue() if touched is None else touched,
         elsewhere,
         sums,
+        OpenColumns(max(1, open_file_limit() // OPEN_SHARE)),
     )
 
 
 class PartReader:
-    """The parts of a source, each memory-mapped on first use."""
+    """The parts of a source, each memory-mapped when it is used."""
 
     def __init__(
         self, opening: SplitFiles, parts: Sequence[ColumnPart], sizes: Sequence[int]
     ) -> None:
         self._opening, self._parts = opening, parts
         self._sizes, self._ends = sizes, list(itertools.accumulate(sizes))
-        self._open: dict[tuple[str, int], Column] = {}
+        self._touched: set[tuple[str, int]] = set()
 
     def column(self, name: str, index: int) -> Column:
-        column = self._open.get((name, index))
-        if column is None:
-            column = self._open[name, index] = self._opened(name, index)
-        return column
+        return self._opening.open.get(
+            name, self._parts[index].number, lambda: self._opened(name, index)
+        )
 
     def bring(self, name: str, index: int, *, wait: bool = True) -> bool:
         """Fetch the files of a column. Without `wait`, returns False if another process is fetching
@@ -212,7 +248,7 @@ class PartReader:
     def drop(self, name: str, index: int) -> None:
         """Remove fetched files; the run folder's own files stay."""
         if (elsewhere := self._opening.deferred) is not None:
-            self._open.pop((name, index), None)
+            self._opening.open.forget(name, self._parts[index].number)
             for path in self.files(name, index):
                 elsewhere.drop(path.name)
 
@@ -264,6 +300,8 @@ class PartReader:
                 f"{bin_path(column.prefix)} has {found[0]:,} documents and {found[1]:,} tokens,"
                 f" manifest.json says {wanted[0]:,} and {wanted[1]:,}; run `ingot prepare` again"
             )
-        for path in files if is_own else ():
-            self._opening.touched.put(path)
+        if is_own and (name, index) not in self._touched:
+            self._touched.add((name, index))
+            for path in files:
+                self._opening.touched.put(path)
         return column

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import resource
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -359,3 +361,22 @@ def test_rows_share_one_manifest(tmp_path: Path) -> None:
         rows.documents,
         rows.tokens,
     ) == ("data", "set", "tokenizer", 1, 8)
+
+
+def test_more_parts_than_files_may_be_open(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """Each part that is in use holds descriptors: read in any order, all are read, and each is
+    verified once.
+    """
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = 2 * max(map(int, os.listdir("/dev/fd"))) + 64
+    parts = [[[number + 1] * 4] for number in range(most // 4)]
+    folder = write(tmp_path, [parts, parts])
+    request.addfinalizer(lambda: resource.setrlimit(resource.RLIMIT_NOFILE, limits))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, limits[1]))
+    rows = open_rows(folder, "train", 4, pad_last=False, by_part=True)
+    for _ in range(2):
+        assert [row.tokens[0] - 1 for row in map(rows.row, range(len(rows)))] == 2 * list(
+            range(len(parts))
+        )
+    touched = [rows.touched.get_nowait() for _ in range(rows.touched.qsize())]
+    assert len(touched) == len(set(touched)) == 4 * len(parts)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import re
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ingot.base.errors import WrongInput
+from ingot.base.errors import Failed, WrongInput
 from ingot.data.columns.column import (
     HEADER,
     MAGIC,
@@ -132,6 +135,28 @@ def test_what_does_not_fit_is_named(tmp_path: Path, change: object, message: str
     for path, content in zip(paths, change(*(path.read_bytes() for path in paths)), strict=True):
         path.unlink() if content is None else path.write_bytes(content)
     with pytest.raises(WrongInput, match=message):
+        Column(tmp_path / "x")
+
+
+@pytest.mark.parametrize(
+    ("number", "remedy"),
+    [
+        (errno.EMFILE, "`ulimit -n`"),
+        (errno.ENFILE, "`sysctl fs.file-max`"),
+        (errno.ENOMEM, "`sysctl vm.max_map_count`"),
+    ],
+)
+def test_what_the_system_lacks_is_no_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, remedy: str
+) -> None:
+    """Prepared again, the columns would be as many."""
+    write(tmp_path / "x", RECORDS)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("ingot.data.columns.column.mmap.mmap", refuse)
+    with pytest.raises(Failed, match=f"x.idx cannot be opened: .*{re.escape(remedy)}"):
         Column(tmp_path / "x")
 
 
