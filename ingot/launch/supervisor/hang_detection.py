@@ -117,7 +117,8 @@ class HangDetector:
 def _furthest_behind(ranks: Mapping[int, Heartbeat | None]) -> list[int]:
     """The ranks at the earliest position; a rank without a heartbeat is behind any other."""
     places = {rank: _position(beat) for rank, beat in ranks.items()}
-    return [rank for rank, place in places.items() if place == min(places.values())]
+    earliest = min(places.values(), default=None)
+    return [rank for rank, place in places.items() if place == earliest]
 
 
 def _position(beat: Heartbeat | None) -> tuple[int, int]:

@@ -9,6 +9,7 @@ import pytest
 
 from ingot.base.heartbeat import Heartbeat, Phase
 from ingot.config.sections.launch import Launch
+from ingot.launch.supervisor import hang_detection
 from ingot.launch.supervisor.hang_detection import Hang, HangDetector, Straggler, StragglerDetector
 
 LOOK_S = 0.25
@@ -159,6 +160,32 @@ def test_ended_ranks_are_not_judged() -> None:
     watch = HangDetector(Launch(hang_s=5), 0.0)
     for look in range(1, 400):
         assert watch.check([0], {0: beat(0, look, mono=look), 1: beat(1, 3)}, look * LOOK_S) is None
+
+
+def test_a_check_looks_at_each_rank_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A check that takes longer than a second counts as one: silence would grow slower than time
+    does.
+    """
+
+    class Counted(tuple[int, int]):
+        compared = 0
+
+        def __eq__(self, other: object) -> bool:
+            Counted.compared += 1
+            return super().__eq__(other)
+
+        def __lt__(self, other: tuple[int, int]) -> bool:
+            Counted.compared += 1
+            return super().__lt__(other)
+
+        __hash__ = tuple.__hash__
+
+    monkeypatch.setattr(hang_detection, "_position", lambda beat: Counted((beat.step, beat.place)))
+    ranks = range(1000)
+    beats = {rank: beat(rank) for rank in ranks}
+    assert HangDetector(Launch(), 0.0).check(ranks, beats, 0.25) is None
+    assert StragglerDetector().check(ranks, beats, 0.25) is None
+    assert len(ranks) < Counted.compared < 6 * len(ranks)
 
 
 def places(
