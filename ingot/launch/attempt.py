@@ -76,8 +76,8 @@ class Attempt(Protocol):
         """
         ...
 
-    def send(self, number: int, rank: int | None = None) -> None:
-        """Send a signal to one rank, or to all that are running."""
+    def send(self, number: int, ranks: Collection[int] | None = None) -> None:
+        """Send a signal to some ranks, or to all that are running."""
         ...
 
     def preempted(self) -> bool:

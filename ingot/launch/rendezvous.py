@@ -11,7 +11,7 @@ import contextlib
 import json
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -68,9 +68,10 @@ class Rendezvous:
         ]
         return {int(note["node"]): note for note in found if "node" in note}
 
-    def send(self, number: int, rank: int | None = None) -> None:
-        """Leave a signal for one rank, or for all; nodes poll for it every few seconds."""
-        self._write(f"{SIGNAL}-{time.time_ns()}.json", {"number": int(number), "rank": rank})
+    def send(self, number: int, ranks: Collection[int] | None = None) -> None:
+        """Leave a signal for some ranks, or for all; nodes poll for it every few seconds."""
+        note = {"number": int(number), "ranks": None if ranks is None else list(ranks)}
+        self._write(f"{SIGNAL}-{time.time_ns()}.json", note)
 
     def signals(self, seen: set[str]) -> list[Note]:
         """The signals whose names are not in `seen`, in sending order; their names are added to it.

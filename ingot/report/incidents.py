@@ -42,7 +42,7 @@ class Incident:
     wall: float | None
     """Wall clock, seconds since the epoch; None where no event has it."""
     ranks: tuple[int, ...]
-    """The ranks that failed; empty for all of them, or where unknown."""
+    """The ranks that failed, of many the first; empty for all of them, or where unknown."""
     step: int | None
     """Optimizer steps done by then; of skipped steps the first one."""
     steps: int
@@ -52,6 +52,8 @@ class Incident:
     starting_s: float
     """Duration of the start that followed."""
     cause: str
+    more_ranks: int = 0
+    """How many more ranks failed than `ranks` names."""
 
     @property
     def cost_s(self) -> float:
@@ -67,6 +69,7 @@ class FailureDetails:
     wall: float | None = None
     kind: IncidentKind = "died"
     ranks: set[int] = field(default_factory=set)
+    more_ranks: int = 0
     step: int | None = None
     steps: int = 0
     spent_s: float = 0.0
@@ -94,8 +97,12 @@ class FailureDetails:
                 wall - (now - noticed) if self.wall is None and wall is not None else self.wall
             )
         self.kind = _KINDS.get(kind, self.kind)
-        if kind in ("killed", "hang") and (rank := whole(event.get("rank"))) is not None:
-            self.ranks.add(rank)
+        if kind in ("killed", "hang"):
+            # Older runs have an event for each rank of a hang.
+            listed = event.get("ranks")
+            named = listed if isinstance(listed, list) else [event.get("rank")]
+            self.ranks.update(rank for each in named if (rank := whole(each)) is not None)
+            self.more_ranks = max(0, (whole(event.get("count")) or 0) - len(named))
         elif (
             kind in ("restart", "give_up")
             and not {"killed", "hang"} & self.causes.keys()
@@ -127,6 +134,7 @@ class FailureDetails:
             down_s,
             0.0,
             self.cause,
+            self.more_ranks,
         )
 
 
@@ -209,5 +217,6 @@ def incident_steps(incident: Incident) -> str:
 
 
 def incident_ranks(incident: Incident) -> str:
-    """The failed ranks, separated by commas."""
-    return ", ".join(str(rank) for rank in incident.ranks)
+    """The failed ranks, separated by commas, of many the first and how many more."""
+    named = ", ".join(str(rank) for rank in incident.ranks)
+    return f"{named} and {incident.more_ranks:,} more" if incident.more_ranks else named

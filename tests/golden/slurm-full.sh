@@ -27,7 +27,7 @@ export PET_MASTER_ADDR=$(scontrol -o show node "$head" | sed -n 's/.* NodeAddr=\
 # Shortly before the time limit the ranks are told so by a note: a signal of srun would reach all their helpers too.
 tell() {
   note=runs/small/jobs/train-1/signal-$(date +%s%N)
-  echo '{"number": 10, "rank": null, "by": "slurm"}' > "$note.partial" && mv "$note.partial" "$note.json"
+  echo '{"number": 10, "ranks": null, "by": "slurm"}' > "$note.partial" && mv "$note.partial" "$note.json"
 }
 trap tell USR1
 srun --export=ALL --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=1 '--container-image=registry/team#ingot:1' --container-mounts=/scratch/team:/scratch/team,/data:/data --container-workdir=/scratch/team bash -c 'PET_NODE_RANK=$SLURM_NODEID exec /opt/py/bin/python -m ingot.launch.node --rendezvous runs/small/jobs/train-1 --rendezvous-timeout-s 1620 --run-folder runs/small --environment '"'"'runs/small/jobs/train-1/secrets-{node}.json'"'"' -- train '"'"'my recipe.yaml'"'"' train.steps=10' &

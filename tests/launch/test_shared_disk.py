@@ -31,11 +31,11 @@ def test_a_job_whose_ranks_saved_and_stopped_was_cancelled_if_somebody_asked(
 ) -> None:
     meeting = Rendezvous(str(tmp_path))
     for number in asked:
-        meeting.send(number, 0 if number == signal.SIGUSR2 else None)
+        meeting.send(number, [0] if number == signal.SIGUSR2 else None)
     for node in range(2):
         meeting.leave(node, EXIT, rank=node, code=75)
     assert state_by_notes(str(tmp_path), 2) == state
-    (tmp_path / f"{SIGNAL}-1.json").write_text('{"number": 10, "rank": null, "by": "slurm"}\n')
+    (tmp_path / f"{SIGNAL}-1.json").write_text('{"number": 10, "ranks": null, "by": "slurm"}\n')
     assert state_by_notes(str(tmp_path), 2) == "preempted"
 
 
@@ -49,7 +49,7 @@ def test_a_job_that_was_stopped_before_there_was_anything_to_save_did_not_fail(
     assert state_by_notes(str(tmp_path), 2) == "failed", "nobody had asked"
     meeting.send(signal.SIGTERM)
     assert state_by_notes(str(tmp_path), 2) == "cancelled"
-    (tmp_path / f"{SIGNAL}-1.json").write_text('{"number": 10, "rank": null, "by": "slurm"}\n')
+    (tmp_path / f"{SIGNAL}-1.json").write_text('{"number": 10, "ranks": null, "by": "slurm"}\n')
     assert state_by_notes(str(tmp_path), 2) == "preempted", "its time was up while it loaded"
     meeting.leave(1, EXIT, rank=1, code=1)
     assert state_by_notes(str(tmp_path), 2) == "failed"

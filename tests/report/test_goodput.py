@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ingot.base.heartbeat import PHASES, Heartbeat
 from ingot.base.runlog import read_lines
 from ingot.report.goodput import TIME_PARTS, Goodput, TimePart, goodput
-from ingot.report.incidents import FAILURE_EVENTS, IncidentKind
+from ingot.report.incidents import FAILURE_EVENTS, IncidentKind, incident_ranks
 from tests import tolerances
 from tests.report.told import Told, a_beat
 
@@ -146,6 +146,15 @@ def test_a_hang_and_a_failure_are_told_in_the_words_of_who_saw_them() -> None:
         ("died", (0,), None, "rank 0 ended with exit code 1 (disk full)"),
     ]
     assert [loss.wall for loss in found.incidents] == [Told.BEGAN + 60, Told.BEGAN + 80]
+
+
+def test_a_hang_of_many_ranks_names_the_first_and_how_many_more() -> None:
+    told = Told()
+    told.start(5, attempt=1, seconds=5)
+    told.event(60, "hang", attempt=1, ranks=[0, 2], count=10_000, step=7, seconds=50, cause="quiet")
+    told.event(63, "restart", attempt=2, seconds=3, cause="quiet")
+    (loss,) = counted(told).incidents
+    assert (loss.kind, loss.ranks, incident_ranks(loss)) == ("hung", (0, 2), "0, 2 and 9,998 more")
 
 
 def test_going_back_is_a_loss_and_so_are_steps_not_taken() -> None:
@@ -428,6 +437,8 @@ EVENTS = st.lists(
             "t_mono": TIMES,
             "attempt": st.integers(0, 3) | ODD,
             "rank": st.integers(0, 3) | ODD,
+            "ranks": st.lists(st.integers(0, 3) | ODD, max_size=3) | ODD,
+            "count": st.integers(-1, 9) | ODD,
             "step": st.integers(0, 9) | ODD,
             "seconds": TIMES,
             "cause": ODD,

@@ -183,17 +183,17 @@ class LocalRanks:
     def preempted(self) -> bool:
         return False  # on this machine ranks are only ended by a request
 
-    def send(self, number: int, rank: int | None = None) -> None:
+    def send(self, number: int, ranks: Collection[int] | None = None) -> None:
         self._forwarded.add(number)
-        for each in self.running() if rank is None else [rank]:
-            self._processes[each].send_signal(number)
+        for rank in self.running() if ranks is None else ranks:
+            self._processes[rank].send_signal(number)
 
     def send_if_caught(self, number: int, rank: int) -> None:
         """Send a signal to a rank only if it has installed a handler, since the signal would kill
         it otherwise. Without Linux's /proc it is not sent.
         """
         if handles_signal(self._processes[rank].pid, number):
-            self.send(number, rank)
+            self.send(number, [rank])
 
     def stop(self) -> None:
         """Raises Failed if a process cannot be killed."""

@@ -11,7 +11,7 @@ import select
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from ingot.base.errors import Failed, IngotError, Stopped
@@ -124,7 +124,7 @@ class NodeWatch:
         self._next_poll = now + self._poll_s
         with contextlib.suppress(IngotError, OSError):  # polled again soon
             for note in self._rendezvous.signals(self._seen):
-                self.forward(int(note["number"]), note.get("rank"))
+                self.forward(int(note["number"]), note.get("ranks"))
             if (other := self._other_failed_node()) is not None:
                 self.ended_by, self.reason = str(other), f"node {other} failed"
                 self._end_at = now + FAILED_NODE_GRACE_S
@@ -151,18 +151,18 @@ class NodeWatch:
             self.ended_by = str(other)
             raise Failed(f"node {other} ended before all nodes had come; see what it says")
 
-    def forward(self, number: int, rank: int | None) -> None:
-        """Send a signal to a rank of the job, or to all ranks, if they are on this node."""
+    def forward(self, number: int, ranks: Collection[int] | None) -> None:
+        """Send a signal to some ranks of the job, or to all of them, if they are on this node."""
         if self.ranks is None:
             return
         first = self._node * self._job.processes
         for local_rank in self.ranks.running():
-            if rank is not None and first + local_rank != rank:
+            if ranks is not None and first + local_rank not in ranks:
                 continue
             if number == signal.SIGUSR2:
                 self.ranks.send_if_caught(number, local_rank)
             else:
-                self.ranks.send(number, local_rank)
+                self.ranks.send(number, [local_rank])
 
     def _other_failed_node(self, *, or_done: bool = False) -> int | None:
         """Another node whose ranks have failed, or with `or_done`, have ended at all."""

@@ -138,7 +138,7 @@ class SlurmLauncher(SignalsByNote):
                     " NodeAddr=\\([^ ]*\\).*/\\1/p')"
                 ),
             ]
-        note = json.dumps({"number": int(signal.SIGUSR1), "rank": None, "by": KIND})
+        note = json.dumps({"number": int(signal.SIGUSR1), "ranks": None, "by": KIND})
         lines += [
             (
                 "# Shortly before the time limit the ranks are told so by a note: a signal of srun"

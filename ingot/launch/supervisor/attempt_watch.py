@@ -19,7 +19,13 @@ from ingot.base.runlog import read_lines, record_event
 from ingot.config.recipe import Recipe
 from ingot.config.sections.deployment import Chaos
 from ingot.launch.attempt import Attempt, StopRequests
-from ingot.launch.supervisor.hang_detection import Hang, HangDetector, StragglerDetector
+from ingot.launch.supervisor.hang_detection import (
+    NAMED,
+    Hang,
+    HangDetector,
+    StragglerDetector,
+    name_ranks,
+)
 
 CHECK_INTERVAL_S = 0.25
 """Seconds between two checks of the heartbeats."""
@@ -118,23 +124,21 @@ class AttemptWatch:
 
     def _report_hang(self, hang: Hang) -> None:
         stacks = request_stacks(self._attempt, self._recipe.folder.logs, self._attempt.beats())
-        of_hanging = {rank: path for rank, path in stacks.items() if rank in hang.ranks}
-        unresponsive = [
-            f"rank {rank} does not answer"
-            for rank in hang.ranks
-            if of_hanging and rank not in stacks
-        ]
-        self.failure = "; ".join([f"{hang.describe()}{describe_stacks(of_hanging)}", *unresponsive])
-        for rank in hang.ranks:
-            record_if_possible(
-                self._recipe.folder.events,
-                "hang",
-                rank=rank,
-                step=hang.step,
-                seconds=hang.quiet_s,
-                cause=hang.describe(),
-                stacks=str(of_hanging[rank]) if rank in of_hanging else None,
-            )
+        of_hanging = {rank: stacks[rank] for rank in hang.ranks if rank in stacks}
+        self.failure = f"{hang.describe()}{describe_stacks(of_hanging)}"
+        if of_hanging and (silent := [rank for rank in hang.ranks if rank not in stacks]):
+            verb = "does" if len(silent) == 1 else "do"
+            self.failure += f"; {name_ranks(silent)} {verb} not answer"
+        record_if_possible(
+            self._recipe.folder.events,
+            "hang",
+            ranks=hang.ranks[:NAMED],
+            count=len(hang.ranks),
+            step=hang.step,
+            seconds=hang.quiet_s,
+            cause=hang.describe(),
+            stacks=[str(path) for path in of_hanging.values()][:NAMED],
+        )
 
 
 class ChaosKills:
@@ -190,7 +194,7 @@ class ChaosKills:
         say(f"chaos: {victims[what]} killed{where}")
         if what == "supervisor":
             _kill_this_process()
-        attempt.send(signal.SIGKILL, victim)
+        attempt.send(signal.SIGKILL, None if victim is None else [victim])
 
 
 def _kill_this_process() -> NoReturn:
@@ -209,10 +213,11 @@ def request_stacks(attempt: Attempt, logs: Path, ranks: Collection[int]) -> dict
     """Ask `ranks` for the stacks of all their threads; returns the files that were written. Only
     for ranks that sent a heartbeat: SIGUSR2 kills a process that has not installed a handler yet.
     """
-    files = {rank: logs / f"stacks-rank{rank}.txt" for rank in ranks if rank in attempt.running()}
+    running = attempt.running()
+    files = {rank: logs / f"stacks-rank{rank}.txt" for rank in ranks if rank in running}
     before = {rank: _size_and_time(path) for rank, path in files.items()}
-    for rank in files:
-        attempt.send(signal.SIGUSR2, rank)
+    if files:
+        attempt.send(signal.SIGUSR2, list(files))
     deadline = time.monotonic() + attempt.stacks_s
     while time.monotonic() < deadline and any(
         _size_and_time(path) == before[rank] for rank, path in files.items()
@@ -223,10 +228,12 @@ def request_stacks(attempt: Attempt, logs: Path, ranks: Collection[int]) -> dict
 
 
 def describe_stacks(files: Mapping[int, Path]) -> str:
-    """The part of a message that points to the stacks of these ranks."""
+    """The part of a message that points to the stacks of these ranks, of many to the first."""
     if not files:
         return "; it does not answer when asked for its stacks"
-    return f"; stacks: {', '.join(str(path) for path in files.values())}"
+    named, more = [str(path) for path in files.values()][:NAMED], len(files) - NAMED
+    beside = f" and {more:,} more beside {'it' if len(named) == 1 else 'them'}"
+    return f"; stacks: {', '.join(named)}{beside if more > 0 else ''}"
 
 
 def _size_and_time(path: Path) -> tuple[int, int]:

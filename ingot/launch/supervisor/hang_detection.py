@@ -7,7 +7,7 @@ waiting for it. A rank that saves beats while it waits, and is judged by itself.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from ingot.base.heartbeat import Heartbeat, Phase
@@ -20,6 +20,9 @@ LONGEST_CHECK_S = 1.0
 """A longer time between two checks means that this process itself was suspended (a suspended
 machine, a stopped container), and does not count as silence of a rank.
 """
+
+NAMED = 8
+"""How many ranks of a hang messages and events name."""
 
 
 @dataclass(frozen=True)
@@ -35,11 +38,7 @@ class Hang:
     limit_s: float
 
     def describe(self) -> str:
-        who = (
-            f"rank {self.ranks[0]} hangs"
-            if len(self.ranks) == 1
-            else f"ranks {', '.join(map(str, self.ranks))} hang"
-        )
+        who = f"{name_ranks(self.ranks)} {'hangs' if len(self.ranks) == 1 else 'hang'}"
         where = (
             f"in step {self.step + 1:,}"
             if self.phase == "step" and self.step is not None
@@ -49,6 +48,13 @@ class Hang:
             f"{who} {where}: no heartbeat for {duration(self.quiet_s)}, {duration(self.limit_s)}"
             " are allowed"
         )
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Names the ranks in a message, of many the first ones: all of a training may hang."""
+    named, more = ", ".join(map(str, ranks[:NAMED])), len(ranks) - NAMED
+    word = "rank" if len(ranks) == 1 else "ranks"
+    return f"{word} {named}{f' and {more:,} more' if more > 0 else ''}"
 
 
 class HangDetector:

@@ -78,7 +78,7 @@ class RemoteAttempt:
         """Whether this start staged the nodes' inputs. Otherwise the job was running already, and
         only its node 0 may write to the folder in the bucket.
         """
-        self._unsent: list[tuple[int, int | None]] = []
+        self._unsent: list[tuple[int, Collection[int] | None]] = []
         self._trouble = ""
         self._final_since: float | None = None
         self._found: AttemptExit | None = None
@@ -225,12 +225,12 @@ class RemoteAttempt:
             self._warn(self._heartbeats.trouble)
         return found
 
-    def send(self, number: int, rank: int | None = None) -> None:
+    def send(self, number: int, ranks: Collection[int] | None = None) -> None:
         """Signal ranks; what cannot be sent now is sent when the place answers again."""
         self._stop_requested = self._stop_requested or number in STOP_SIGNALS
         if number == signal.SIGUSR2 and self._heartbeats is not None:
             self._heartbeats.fetch_stacks = True
-        self._unsent.append((number, rank))
+        self._unsent.append((number, ranks))
         try:
             self._deliver_signals()
         except (IngotError, OSError) as error:
@@ -238,9 +238,9 @@ class RemoteAttempt:
 
     def _deliver_signals(self) -> None:
         while self._unsent and self.handle is not None and self._state not in FINAL_STATES:
-            number, rank = self._unsent[0]
-            if rank is not None and self._rendezvous is not None:
-                self._rendezvous.send(number, rank)  # places cannot signal a single rank
+            number, ranks = self._unsent[0]
+            if ranks is not None and self._rendezvous is not None:
+                self._rendezvous.send(number, ranks)  # places cannot signal single ranks
             elif number in STOP_SIGNALS and self._launcher.status(self.handle) == "queued":
                 self._launcher.cancel(self.handle)  # no rank is running that could be asked
             else:

@@ -172,10 +172,10 @@ def test_signals_come_as_notes_to_all_ranks_or_to_one(tmp_path: Path) -> None:
     meeting = Rendezvous(str(tmp_path / "meet"))
     wait_until(lambda: len(waiting_on(argv)) == 2)
     meeting.send(signal.SIGUSR2)  # which a rank that has no handler for it would die of
-    meeting.send(signal.SIGUSR2, 0)
+    meeting.send(signal.SIGUSR2, [0])
     time.sleep(2)
     assert len(waiting_on(argv)) == 2
-    meeting.send(signal.SIGTERM, 1)
+    meeting.send(signal.SIGTERM, [1])
     code, err = said(two[1])
     assert (code, "stopped by SIGTERM" in err) == (143, True)
     assert said(two[0])[0] == 1, "the other is ended, for it would wait in vain"

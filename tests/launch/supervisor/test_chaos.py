@@ -8,6 +8,7 @@ import random
 import signal
 import subprocess
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,8 @@ class Victims:
     def beats(self) -> dict[int, Heartbeat]:
         return {rank: Heartbeat(0, rank, 4, 7, 0, "step", 0.0, 0.0, 0.0, {}) for rank in range(3)}
 
-    def send(self, number: int, rank: int | None = None) -> None:
+    def send(self, number: int, ranks: Collection[int] | None = None) -> None:
+        (rank,) = (None,) if ranks is None else ranks
         self.sent.append(
             (number, rank, [(event["kind"], event["rank"]) for event in read_lines(self.path)])
         )

@@ -162,6 +162,16 @@ def test_ended_ranks_are_not_judged() -> None:
         assert watch.check([0], {0: beat(0, look, mono=look), 1: beat(1, 3)}, look * LOOK_S) is None
 
 
+def test_a_hang_of_many_ranks_names_the_first_and_how_many_more() -> None:
+    def told(ranks: int) -> str:
+        return Hang(tuple(range(ranks)), 4, "step", 40.0, 36.0).describe()
+
+    assert told(1).startswith("rank 0 hangs in step 5: ")
+    assert told(3).startswith("ranks 0, 1, 2 hang in step 5: ")
+    assert told(8).startswith("ranks 0, 1, 2, 3, 4, 5, 6, 7 hang in")
+    assert told(10_000).startswith("ranks 0, 1, 2, 3, 4, 5, 6, 7 and 9,992 more hang in")
+
+
 def test_a_check_looks_at_each_rank_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
     """A check that takes longer than a second counts as one: silence would grow slower than time
     does.

@@ -91,14 +91,14 @@ def begin(
     monkeypatch.setattr("ingot.launch.supervisor.remote_attempt.RETRY_S", 0.01)
 
     def make(
-        *, name: str = "train", mirror: str | None = None, **knobs: Any
+        *, name: str = "train", processes: int = 2, mirror: str | None = None, **knobs: Any
     ) -> tuple[RemoteAttempt, Rendezvous]:
         meet = tmp_path / "meet"
         meet.mkdir(exist_ok=True)
         place.state = "queued"
         return RemoteAttempt(
             place,
-            Job(name, (name,), 2, 2, rendezvous=str(meet), run_folder_url=mirror),
+            Job(name, (name,), processes, 2, rendezvous=str(meet), run_folder_url=mirror),
             tmp_path,
             **knobs,
         ), Rendezvous(str(meet))
@@ -171,7 +171,7 @@ def test_asked_by_its_place_before_there_was_anything_to_save_it_is_started_agai
 ) -> None:
     attempt, meeting = begin()
     (tmp_path / "meet" / f"{SIGNAL}-1.json").write_text(
-        '{"number": 10, "rank": null, "by": "slurm"}\n'
+        '{"number": 10, "ranks": null, "by": "slurm"}\n'
     )
     for node in range(2):
         meeting.leave(node, EXIT, rank=2 * node, code=138)
@@ -184,9 +184,9 @@ def test_what_we_asked_for_is_not_taken(place: Place, begin: Begin) -> None:
     attempt, meeting = begin()
     place.state = "running"
     wait_until(lambda: attempt.poll() is None and bool(attempt.running()))
-    attempt.send(signal.SIGUSR2, 3)
-    assert [(asked["number"], asked["rank"]) for asked in meeting.signals(set())] == [
-        (signal.SIGUSR2, 3)
+    attempt.send(signal.SIGUSR2, [3])
+    assert [(asked["number"], asked["ranks"]) for asked in meeting.signals(set())] == [
+        (signal.SIGUSR2, [3])
     ]
     attempt.send(signal.SIGTERM)
     assert place.did == ["submit", f"signal {signal.SIGTERM}"]
@@ -200,7 +200,7 @@ def test_what_we_asked_for_is_not_taken(place: Place, begin: Begin) -> None:
 
 def test_being_asked_for_stacks_is_no_request_to_stop(place: Place, begin: Begin) -> None:
     attempt, _ = begin()
-    attempt.send(signal.SIGUSR2, 0)
+    attempt.send(signal.SIGUSR2, [0])
     place.state = "preempted"
     wait_until(lambda: attempt.poll() is not None)
     assert attempt.preempted()
@@ -570,16 +570,16 @@ def test_a_hang_that_passes_while_it_is_being_ended_is_told_once_and_stays(
     """The first look after the cancel gets no answer, and by the next one the ranks have saved."""
     monkeypatch.setattr("ingot.launch.supervisor.attempt_watch.CHECK_INTERVAL_S", 0.0)
     recipe = small_recipe(tmp_path, launch__hang_s=0.1)
-    attempt, _ = begin()
+    attempt, meeting = begin(processes=10)
     attempt.stacks_s = 0.0
     hearts = [
         HeartbeatWriter(tmp_path / "heartbeats", rank=rank, local_rank=rank, attempt=1)
-        for rank in range(4)
+        for rank in range(20)
     ]
     for heart in hearts:
         heart.beat("step", step=3)
     place.state = "running"
-    wait_until(lambda: attempt.poll() is None and attempt.running() == range(4))
+    wait_until(lambda: attempt.poll() is None and attempt.running() == range(20))
     kills = ChaosKills(recipe.chaos, recipe.folder.events)
     watch = AttemptWatch(recipe, attempt, StopRequests(), kills, through_bucket=False)
     wait_until(watch.check)
@@ -588,7 +588,12 @@ def test_a_hang_that_passes_while_it_is_being_ended_is_told_once_and_stays(
         heart.beat("saving")
     assert watch.check()
     assert watch.hang is found is not None
-    assert [event["rank"] for event in read_lines(recipe.folder.events)] == [0, 1, 2, 3]
+    (event,) = read_lines(recipe.folder.events)
+    assert (event["ranks"], event["count"]) == ([0, 1, 2, 3, 4, 5, 6, 7], 20)
+    (asked,) = meeting.signals(set())
+    assert (asked["number"], asked["ranks"]) == (signal.SIGUSR2, list(range(20))), (
+        "one note for all"
+    )
 
 
 def test_a_suspended_job_neither_hangs_nor_is_it_cancelled_when_it_is_asked_to_stop(
