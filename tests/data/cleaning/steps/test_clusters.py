@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,9 @@ from ingot.data.cleaning.steps.clusters import (
     Candidates,
     cluster,
     read_components,
+    roots,
     similarities,
+    union,
     write_components,
 )
 
@@ -127,3 +130,23 @@ def test_a_long_chain(tmp_path: Path) -> None:
     order = np.random.default_rng(0).permutation(9_999)
     write_components(tmp_path / "c.npy", 10_000, [(order, order + 1)])
     assert set(read_components(tmp_path / "c.npy").tolist()) == {0}
+
+
+class Counted(np.ndarray[Any, np.dtype[np.int64]]):
+    """Parents that count how many of them are read."""
+
+    read = 0
+
+    def __getitem__(self, nodes: Any) -> Any:
+        Counted.read += len(nodes)
+        return super().__getitem__(nodes).view(np.ndarray)
+
+
+def test_a_chain_in_order_is_not_walked_link_by_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As successive versions of one document are; other orders have short paths by chance."""
+    monkeypatch.setattr(Counted, "read", 0)
+    links = np.tile(np.arange(2_000), 4)
+    parents = np.arange(2_001).view(Counted)
+    union(parents, links, links + 1)
+    assert set(roots(parents, np.arange(2_001)).tolist()) == {0}
+    assert Counted.read < 200 * len(links)
