@@ -79,7 +79,9 @@ class MLflow:
         self._client.set_terminated(self._id, "FAILED" if failed else "FINISHED")
 
     def _last_step(self, run: Any) -> int | None:
-        histories = (self._client.get_metric_history(self._id, key) for key in run.data.metrics)
+        # Those of single ranks, of which there may be hundreds, are logged with the loss.
+        keys = (key for key in run.data.metrics if "/rank" not in key)
+        histories = (self._client.get_metric_history(self._id, key) for key in keys)
         return max((item.step for history in histories for item in history), default=None)
 
 

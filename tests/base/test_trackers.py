@@ -12,10 +12,12 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from ingot.base.runlog import Resumed
+from ingot.base.trackers import MLflow
 
 WRITE = """
 import json, sys
@@ -141,3 +143,22 @@ def test_what_a_restart_says_again() -> None:
     assert resumed.unsaid(4, values, 6) == {"evaluate/loss": 2.0}
     assert resumed.unsaid(5, values, 6) == {}
     assert Resumed(4).unsaid(4, values, 4) == {}
+
+
+def test_histories_of_single_ranks_are_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One after the other they would hold up a resume by minutes, and tell what the loss does."""
+    client = mock.MagicMock()
+    ranks = {f"memory/rank{rank}_gb": 1.0 for rank in range(64)}
+    metrics = {"train/loss": 2.0, "validation/loss": 2.0, **ranks}
+    client.search_runs.return_value = [mock.Mock(data=mock.Mock(metrics=metrics))]
+    client.get_metric_history.return_value = [mock.Mock(step=4)]
+    monkeypatch.setitem(sys.modules, "mlflow", mock.MagicMock())
+    monkeypatch.setitem(sys.modules, "mlflow.entities", mock.MagicMock())
+    monkeypatch.setitem(
+        sys.modules, "mlflow.tracking", mock.Mock(MlflowClient=lambda tracking_uri: client)
+    )
+    sink = MLflow(None, "texts", "a name", "run-id", {}, {}, Resumed(4))
+    asked = [call.args[1] for call in client.get_metric_history.call_args_list]
+    assert asked == ["train/loss", "validation/loss"]
+    sink.write(4, {"train/loss": 2.0})
+    client.log_batch.assert_not_called()
