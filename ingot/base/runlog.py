@@ -14,11 +14,11 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, takewhile
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 from ingot.base.masking import keys_hidden
 from ingot.base.progress import say
-from ingot.base.storage import disk_errors, fsync_folder, lock_file, write_atomic
+from ingot.base.storage import atomic_file, disk_errors, fsync_folder, lock_file
 
 MOST_LINES = 1000
 """Lines of a growing file that are held at once, so that a long run's are never all in memory."""
@@ -101,17 +101,30 @@ class AppendedLines:
                 self._at, self._last = 0, b""
                 stream.seek(0)
             begins = not self._last
-            size = os.fstat(stream.fileno()).st_size
-            if begins and self._tail_bytes is not None and size > self._tail_bytes:
-                stream.seek(size - self._tail_bytes)
-                stream.readline()
-                self._at = stream.tell()
+            if begins and self._tail_bytes is not None:
+                self._at = _tail_begin(stream, self._tail_bytes)
+                stream.seek(self._at)
             lines = takewhile(lambda line: line.endswith(b"\n"), islice(stream, MOST_LINES))
             return list(lines), begins
 
     def done(self, lines: Sequence[bytes]) -> None:
         """Go on after these lines."""
         self._at, self._last = self._at + sum(map(len, lines)), lines[-1]
+
+
+def _tail_begin(stream: IO[bytes], length: int) -> int:
+    """Where the first whole line of the last `length` bytes begins. A tail without one, within a
+    long line, is doubled until it has one.
+    """
+    size = os.fstat(stream.fileno()).st_size
+    while length < size:
+        stream.seek(size - length)
+        stream.readline()
+        begin = stream.tell()
+        if stream.readline().endswith(b"\n"):
+            return begin
+        length *= 2
+    return 0
 
 
 def record_event(
@@ -178,13 +191,12 @@ class JsonLines:
         self.path = path
         if path.exists():
             again = tuple(f"{name}/" for name in owed)
-            kept = [
-                line
-                for line in read_lines(path)
-                if (step := line.get("step", 0)) <= resume_step
-                and not (step == resume_step and any(key.startswith(again) for key in line))
-            ]
-            write_atomic(path, "".join(json.dumps(line) + "\n" for line in kept))
+            with atomic_file(path) as stream:
+                for line in read_lines(path):
+                    step = line.get("step", 0)
+                    is_owed = step == resume_step and any(key.startswith(again) for key in line)
+                    if step <= resume_step and not is_owed:
+                        stream.write(json.dumps(line).encode() + b"\n")
 
     def write(self, step: int, values: Mapping[str, float | str]) -> None:
         finite = {

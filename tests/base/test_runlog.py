@@ -4,6 +4,7 @@ import json
 import math
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -49,6 +50,18 @@ def test_a_resumed_run_shows_no_step_twice_in_json_lines(tmp_path: Path) -> None
         (5, -5),
         (6, -6),
     ]
+
+
+def test_a_resume_holds_no_file_of_metrics_in_memory(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    text = "x" * 1000
+    path.write_text("".join(f'{{"step": {n}, "text": "{text}"}}\n' for n in range(3000)))
+    tracemalloc.start()
+    JsonLines(path, resume_step=2900)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 300_000
+    assert [line["step"] for line in read_lines(path)] == list(range(2901))
 
 
 def test_json_lines_without_a_step_do_not_stop_a_resume(tmp_path: Path) -> None:

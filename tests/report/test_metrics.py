@@ -75,6 +75,16 @@ def test_the_tail_holds_whole_lines_of_the_end(tmp_path: Path) -> None:
     assert metrics.points("a")[0][-1] == 1000
 
 
+@pytest.mark.parametrize("torn", ["", '{"step": 1000, "a"'])
+def test_a_tail_within_a_long_line_is_lengthened(torn: str, tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    line = {f"memory/rank{rank}_gb": 1.0 for rank in range(300)}
+    path.write_text("".join(json.dumps({"step": n, **line}) + "\n" for n in range(9)) + torn)
+    metrics = MetricsFile(path, tail_bytes=100)
+    metrics.refresh()
+    assert metrics.points(MEMORY)[0] == [8]
+
+
 @pytest.mark.parametrize("line", ["[]", "{", '{"step": "x"}', '{"step": true, "a": 1}', "7", ""])
 def test_other_lines_are_passed_over(tmp_path: Path, line: str) -> None:
     path = tmp_path / "metrics.jsonl"
