@@ -28,6 +28,9 @@ from ingot.train.optim.schedules import Recurrence
 from ingot.train.setup import TrainSetup
 from ingot.train.step import DropoutSeeds, StepControl, StepInfo, StepOutcome
 
+MOST_RANKS = 64
+"""More ranks than this are not logged one by one: a line of ten thousand would be a megabyte."""
+
 
 @dataclass(frozen=True)
 class Workload:
@@ -156,7 +159,9 @@ class LogHook:
         return float(self._skipped)
 
     def _usage(self) -> dict[str, float]:
-        """Memory and GPU use of every rank, `memory/rank0_gb` and so on. Collective."""
+        """Memory and GPU use of every rank, `memory/rank0_gb` and so on; of more than `MOST_RANKS`
+        only what reports make of them, and the ranks that stand out. Collective.
+        """
         here = gpu_usage(self.mesh.device) if self.gpu else {}
         mine = [
             peak_memory_bytes(self.mesh.device) / 1e9,
@@ -164,6 +169,8 @@ class LogHook:
             here.get("memory", math.nan),
         ]
         ranks = self.mesh.gather(mine)
+        if len(ranks) > MOST_RANKS:
+            return _summarized(ranks)
         names = ("memory/rank{}_gb", "gpu/rank{}_util", "gpu/rank{}_memory")
         return {
             name.format(rank): value
@@ -175,6 +182,28 @@ class LogHook:
     def close(self) -> None:
         for sink in self.sinks:
             sink.close()
+
+
+def _summarized(ranks: Sequence[Sequence[float]]) -> dict[str, float]:
+    """Of the memory, GPU use and GPU memory of all ranks: the highest memory, the means, and which
+    rank has the highest memory and which the lowest use.
+    """
+    memory, use, gpu_memory = (
+        {rank: row[place] for rank, row in enumerate(ranks) if not math.isnan(row[place])}
+        for place in range(3)
+    )
+    found: dict[str, float] = {}
+    if memory:
+        fullest = max(memory, key=memory.__getitem__)
+        found |= {"memory/peak_gb": memory[fullest], "memory/peak_rank": float(fullest)}
+        found["memory/mean_gb"] = math.fsum(memory.values()) / len(memory)
+    if use:
+        idlest = min(use, key=use.__getitem__)
+        found["gpu/util"] = math.fsum(use.values()) / len(use)
+        found |= {"gpu/lowest_util": use[idlest], "gpu/lowest_util_rank": float(idlest)}
+    if gpu_memory:
+        found["gpu/memory"] = math.fsum(gpu_memory.values()) / len(gpu_memory)
+    return found
 
 
 class EarlyEndHook:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ from ingot.base.progress import Progress
 from ingot.base.runlog import JsonLines, read_lines
 from ingot.config.shape import flops_per_token
 from ingot.parallel.mesh import Mesh
+from ingot.report.metrics import GPU_MEMORY, GPU_USE, MEMORY, MetricsFile
 from ingot.train import assembly
 from ingot.train.goodput import EventSink, TimeAccount
-from ingot.train.hooks import LogHook, Workload
+from ingot.train.hooks import MOST_RANKS, LogHook, Workload
 from ingot.train.micro_batch.trial import made_up_setup, open_trial
 from ingot.train.step import BatchCounts, StepInfo, StepOutcome
 from tests.small import small_recipe
@@ -133,6 +135,31 @@ def test_padding_is_computed_and_is_no_token(tmp_path: Path) -> None:
     assert (first["train/tokens_per_step"], last["train/tokens_per_step"]) == (100, 130)
     assert last["train/tokens_per_s"] == pytest.approx(1300)
     assert last["train/mfu"] == pytest.approx(4000 * 1000 / 8e6)
+
+
+@pytest.mark.parametrize("ranks", [MOST_RANKS, MOST_RANKS + 1])
+def test_many_ranks_are_not_logged_one_by_one(
+    ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reports show the same of both."""
+    mesh, path = Mesh(Ranks(), torch.device("cpu")), tmp_path / "metrics.jsonl"
+    rows = [[1.0, 0.75, 0.5] for _ in range(ranks)]
+    rows[7], rows[9], rows[11] = [3.0, 0.75, 0.5], [1.0, 0.25, 0.5], [math.nan] * 3
+    monkeypatch.setattr(Mesh, "gather", lambda mesh, mine: rows)
+    progress, zero = Progress("train", 1, "steps"), torch.tensor(0.0)
+    work, sinks = Workload(None, None, "fp32"), [JsonLines(path)]
+    hook = LogHook(sinks, progress, 1, 1, work, mesh, gpu=True, clock=lambda: 1.0)
+    hook.after_step(StepInfo(1, 4, FULL, StepOutcome(zero, zero, zero), 0.1))
+    (line,) = read_lines(path)
+    one_by_one = ranks <= MOST_RANKS
+    assert sum("/rank" in key for key in line) == (3 * (ranks - 1) if one_by_one else 0)
+    metrics = MetricsFile(path)
+    metrics.refresh()
+    shown = [metrics.points(key)[1][0] for key in (MEMORY, GPU_USE, GPU_MEMORY)]
+    assert shown == pytest.approx([3.0, 0.75 - 0.5 / (ranks - 1), 0.5])
+    if not one_by_one:
+        assert (line["memory/peak_rank"], line["gpu/lowest_util_rank"]) == (7, 9)
+        assert line["gpu/lowest_util"] == 0.25
 
 
 def test_what_lora_keeps_is_counted_without_gradients(tmp_path: Path) -> None:
