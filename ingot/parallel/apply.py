@@ -34,7 +34,7 @@ from ingot.parallel.mesh import Mesh
 from ingot.parallel.offload import offload_activations
 from ingot.parallel.pipeline import Pipeline, local_stages, tied_across_stages
 from ingot.parallel.recompute import recompute_layers
-from ingot.parallel.shard import is_fsdp, layers, shard_weights, spread_experts
+from ingot.parallel.shard import gather_once, is_fsdp, layers, shard_weights, spread_experts
 
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
@@ -169,8 +169,9 @@ def sums_by_replication(model: nn.Module, mesh: Mesh) -> bool:
 
 def finish_wrapping(model: nn.Module, mesh: Mesh) -> nn.Module:
     """The module to call in training; `model` still owns the parameters. Called once the weights
-    exist, since DDP broadcasts and checks them.
+    exist, since DDP broadcasts and checks them, and FSDP gathers them.
     """
+    gather_once(model)
     if not sums_by_replication(model, mesh):
         return model
     return DistributedDataParallel(

@@ -106,6 +106,17 @@ def shard_weights(
             module.set_gradient_divide_factor(1.0)
 
 
+def gather_once(model: nn.Module) -> None:
+    """Gather each unit once and free it again. FSDP keeps the tensors of the first time, and in
+    inference mode, in which answers are sampled, it would make such that no training can use.
+    Collective.
+    """
+    for module in model.modules():
+        if is_fsdp(module):
+            module.unshard()
+            module.reshard()
+
+
 def _check_integers(model: nn.Module) -> None:
     """Raises WrongInput where weights are in few bits, and this torch cannot shard them."""
     whole = all(parameter.is_floating_point() for parameter in model.parameters())

@@ -152,6 +152,15 @@ def test_in_bfloat16_the_sampler_computes_as_the_trainer_does(ready: Path, tmp_p
     assert max(errors) < tolerances.BF16_LOSS
 
 
+@pytest.mark.drawn("layouts of a training on rewards")
+def test_replicas_in_bfloat16_sample_before_their_first_step(ready: Path, tmp_path: Path) -> None:
+    """FSDP sums their gradients, and the weights in training are those that are sampled from."""
+    knobs = {**UNEVEN, "train__steps": 1, "precision__compute": "bf16", "parallel__replicate": 2}
+    run_ranks(2, on_ranks, str(ready), str(tmp_path), {}, knobs, timeout_s=180)
+    errors = logged(digits_recipe(tmp_path, **UNEVEN), "train/policy/ratio_error")
+    assert max(errors) < tolerances.BF16_LOSS
+
+
 LONG = {"train__steps": 6, "checkpoint__every": 4, **UNEVEN}
 
 
