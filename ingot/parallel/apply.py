@@ -223,9 +223,11 @@ def sum_factor(module: nn.Module, mesh: Mesh) -> float:
     return float(mesh.replicas.world) if isinstance(module, DistributedDataParallel) else 1.0
 
 
-def last_micro_batch(module: nn.Module, mesh: Mesh, is_last: bool) -> AbstractContextManager[None]:
+def last_micro_batch(
+    module: nn.Module, mesh: Mesh, is_last: bool, *, read: bool
+) -> AbstractContextManager[None]:
     """Reduce gradients over replicas with the last micro-batch only; earlier ones accumulate
-    locally.
+    locally. `read`: the gradients of an earlier one are read, too, once its backward has ended.
 
     With sharded weights, each micro-batch's gradients are reduce-scattered at once, since whole
     gradients would not fit in memory.
@@ -233,7 +235,8 @@ def last_micro_batch(module: nn.Module, mesh: Mesh, is_last: bool) -> AbstractCo
     if is_fsdp(module):
         module.set_requires_gradient_sync(is_last or mesh.degrees.shard > 1)
         module.set_requires_all_reduce(is_last or mesh.degrees.replicate == 1)
-        module.set_is_last_backward(is_last)
+        # Only at the end of a last backward does the device wait for what another stream reduces.
+        module.set_is_last_backward(is_last or read)
     if isinstance(module, DistributedDataParallel) and not is_last:
         return module.no_sync()
     return contextlib.nullcontext()

@@ -139,6 +139,11 @@ class Masters:
         """The gradients after `collect`: local, float32."""
         return [master.tensor.grad for master in self._masters if master.tensor.grad is not None]
 
+    @property
+    def read_each(self) -> bool:
+        """Whether `accumulate` reads the gradients of each micro-batch."""
+        return any(master.parameter.dtype != torch.float32 for master in self._masters)
+
     def accumulate(self) -> None:
         """After each micro-batch: add the gradients of parameters in a narrower dtype into float32,
         where small contributions are not rounded away.

@@ -346,10 +346,11 @@ def accumulate_gradients(
         return work.sums()
     total = torch.zeros((), device=device)
     metric_sums: dict[str, Tensor] = {}
+    read = context.masters.read_each
     for index, batch in enumerate(batches):
         _begin_micro_batch(context, step, index, batch)
         with (
-            last_micro_batch(module, mesh, is_last=index == len(batches) - 1)
+            last_micro_batch(module, mesh, is_last=index == len(batches) - 1, read=read)
             if mesh.world > 1
             else contextlib.nullcontext()
         ):
