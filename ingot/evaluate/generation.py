@@ -116,7 +116,7 @@ def _generate_distributed(
             done += len(group)
             progress.update(min(done * subject.mesh.world, len(lengths)))
     # All ranks agree on this, so that none waits for one that has raised.
-    (broken_everywhere,) = subject.mesh.agree(float(broken))
+    (broken_everywhere,) = subject.everyone.agree(float(broken))
     if broken_everywhere:
         raise Failed(
             f"{title}: {subject.where} gives numbers that are not finite; train it again with a"

@@ -71,6 +71,7 @@ class EvalModel:
     """Tokens that end a generated text."""
     compute: Compute
     mesh: Mesh
+    """The ranks among which items are distributed."""
     where: str
     """What to call it in messages."""
     quiet: bool = False
@@ -79,6 +80,17 @@ class EvalModel:
     """Called before each piece of work; True stops the evaluation. None: never stop. If all ranks
     work in lockstep, it must answer the same on all of them.
     """
+    job: Mesh | None = None
+    """All ranks that measure, where they are more than those of `mesh`: each part of them then does
+    all items.
+    """
+
+    @property
+    def everyone(self) -> Mesh:
+        """All ranks that measure: what costs something, or may differ from one time to the next,
+        is done once among them.
+        """
+        return self.job or self.mesh
 
     @property
     def info(self) -> EvalModelInfo:
@@ -116,7 +128,7 @@ class EvalModel:
             if cut := self.should_stop():
                 break
             yield item
-        if any(self.mesh.agree(float(cut))):
+        if any(self.everyone.agree(float(cut))):
             raise EvaluationInterrupted
 
     def progress(self, title: str, total: int, unit: str) -> Progress:

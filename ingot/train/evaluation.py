@@ -110,6 +110,7 @@ def subject_of(setup: TrainSetup, train_state: TrainState, mesh: Mesh) -> EvalMo
         item_ranks,
         "the model in training",
         quiet=True,
+        job=mesh,
     )
 
 
@@ -128,7 +129,7 @@ def make_measure(
     asked: Callable[[], bool],
 ) -> Callable[[], dict[str, Measured] | None]:
     """A function that runs an evaluation during training and returns its metrics; None if it was
-    interrupted. The function is collective.
+    interrupted. The function is collective, and gives the same on all ranks.
 
     `all_asked` is collective and gives the same answer on all ranks; `asked` knows only this rank,
     and is used where items are distributed among all ranks, which then do not run in lockstep.
@@ -171,9 +172,9 @@ def make_measure(
             name: Measured(value, "lower" if name == "loss" else "higher")
             for name, value in found.items()
         }
-        return of_objective | {
-            key: Measured(value, direction) for key, (value, direction) in tasks.items()
-        }
+        of_tasks = {key: Measured(value, direction) for key, (value, direction) in tasks.items()}
+        # Of ranks that have each done all items, one may have rounded otherwise, and stop alone.
+        return mesh.from_main(lambda: of_objective | of_tasks)
 
     return measure
 

@@ -957,4 +957,20 @@ FAULTS = [
         "all machines wait for a disk that does not answer, and for minutes nobody is told",
         "tests/checkpoints/test_saver.py",
     ),
+    Fault(
+        "judged-by-every-rank",
+        "ingot/evaluate/tasks/reward.py",
+        "subject.everyone.from_main(",
+        "subject.mesh.from_main(",
+        "ranks that share weights each pay the judge, and each hear another verdict",
+        "tests/evaluate/tasks/test_reward.py",
+    ),
+    Fault(
+        "each-rank-decides-by-its-own-figures",
+        "ingot/train/evaluation.py",
+        "        return mesh.from_main(lambda: of_objective | of_tasks)\n",
+        "        return of_objective | of_tasks\n",
+        "a rank whose figures are rounded otherwise stops alone, and the others wait for it",
+        "tests/train/test_layouts.py",
+    ),
 ]

@@ -13,10 +13,13 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from ingot.base.environment import ranks
 from ingot.base.errors import Stopped
 from ingot.base.runlog import read_lines
 from ingot.config.recipe import Recipe
 from ingot.evaluate.subject import EvalModel
+from ingot.evaluate.validation import TaskEvaluator
+from ingot.train.evaluation import EvaluateHook
 from ingot.train.trainer import train
 from tests import tolerances
 from tests.evaluate.small_models import hellaswag_lines, write_lines
@@ -114,3 +117,35 @@ def test_ranks_that_share_matrices_end_an_evaluation_together(
     items = write_lines(tmp_path / "items.jsonl", hellaswag_lines(40))
     root = copy_of(prepared_root, tmp_path / "root")
     assert run_ranks(2, stopped_in_tasks, str(root), str(items)) == [["step-00000002"]] * 2
+
+
+def seen_by_a_rank(root: str) -> list[float]:
+    """What a rank takes for the value of a task that each has found otherwise."""
+    seen: list[float] = []
+
+    class Noted(EvaluateHook):
+        def at(self, step: int) -> None:
+            measure = self.measure
+
+            def noted() -> Any:
+                measured = measure()
+                assert measured is not None
+                seen.append(measured["held/loss"].value)
+                return measured
+
+            self.measure = noted
+            super().at(step)
+            self.measure = measure
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ingot.train.assembly.EvaluateHook", Noted)
+        patch.setattr(
+            TaskEvaluator, "__call__", lambda self: {"held/loss": (float(ranks().rank), "lower")}
+        )
+        train(small_recipe(Path(root), train__steps=1, train__evaluate_every=1, parallel__shard=2))
+    return seen
+
+
+def test_ranks_decide_by_the_same_numbers(root: Path) -> None:
+    """Rounding that differs would end one of them, and let the others wait for it."""
+    assert run_ranks(2, seen_by_a_rank, str(root), timeout_s=120) == [[0.0], [0.0]]

@@ -157,7 +157,7 @@ class OpenLMEvalTask:
             **seeds,
         )
         # The harness returns None to processes with a local rank above 0.
-        return subject.mesh.from_main(lambda: report(task.name, results))
+        return subject.everyone.from_main(lambda: report(task.name, results))
 
 
 def open_lm_eval(

@@ -161,7 +161,7 @@ class OpenRowLossTask:
                 subject.until_stopped,
             )
         losses = gather_segments(mine, subject.mesh)
-        return subject.mesh.from_main(lambda: self._report(losses, subject.recipe))
+        return subject.everyone.from_main(lambda: self._report(losses, subject.recipe))
 
     def _report(self, losses: SegmentLosses, recipe: Recipe) -> TaskResult:
         prepared, all_of_them = self.prepared, self.count == len(self.rows)

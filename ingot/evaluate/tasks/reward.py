@@ -65,7 +65,7 @@ class OpenRewardTask:
             for item, (text, finished) in zip(self.items, answers, strict=True)
         ]
         # A reward may start processes, ask a server, or cost money: once, not once a rank.
-        return subject.mesh.from_main(lambda: self._judged(samples))
+        return subject.everyone.from_main(lambda: self._judged(samples))
 
     def _judged(self, samples: Sequence[Sample]) -> TaskResult:
         scores = self._scores(samples)

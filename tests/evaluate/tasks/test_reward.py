@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from ingot.base.environment import Ranks
 from ingot.base.errors import WrongInput
 from ingot.base.reports import Metric
 from ingot.config.recipe import Recipe
@@ -18,10 +19,11 @@ from ingot.evaluate.tasks import measure, open_task
 from ingot.evaluate.tasks.reward import OpenRewardTask
 from ingot.models.generation.generator import Generator
 from ingot.models.generation.request import Request
-from ingot.parallel.mesh import running_mesh
+from ingot.parallel.mesh import Mesh, running_mesh
 from ingot.tokenizers.load import load_tokenizer
 from tests.evaluate.small_models import subject_in
 from tests.evaluate.small_runs import prepared
+from tests.ranks import run_ranks
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +57,32 @@ def test_the_answers_are_the_models_own_and_judged(recipe: Recipe) -> None:
             (own,) = generator.run([Request(prompt, 6)])
             assert example["answer"] == own.text
             assert example["finished"] == (own.finish == "stop")
+
+
+def judged_in_step(recipe: Recipe, function: str) -> float:
+    """The mean where every rank does all items, as those do that share the weights of a model in
+    training.
+    """
+    with running_mesh() as mesh:
+        subject = subject_in(recipe.folder.model, recipe, Mesh(Ranks(), mesh.device))
+        reward = {"kind": "python", "function": function}
+        task = RewardTask.model_validate(
+            {"kind": "reward", "rewards": [reward], "max_tokens": 2, "limit": 1}
+        )
+        return measure(task, replace(subject, job=mesh)).metrics["reward/mean"].value
+
+
+def test_ranks_that_all_answer_have_it_judged_once(recipe: Recipe, tmp_path: Path) -> None:
+    """A judge is paid for each time, and may change its mind."""
+    file, calls = tmp_path / "reward.py", tmp_path / "calls"
+    file.write_text(
+        "def score(sample):\n"
+        f"    with open({str(calls)!r}, 'a+') as calls:\n"
+        "        return calls.write('x') * calls.tell()\n",
+        encoding="utf-8",
+    )
+    assert run_ranks(2, judged_in_step, recipe, f"{file}:score") == [1.0, 1.0]
+    assert calls.read_text() == "x"
 
 
 def test_a_recipe_without_rewards_must_name_them(recipe: Recipe) -> None:
