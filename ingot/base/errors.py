@@ -91,7 +91,7 @@ def _typed(value: object) -> str:
     return f"{type(value).__name__} {value!r}"
 
 
-def leave(code: int) -> NoReturn:
+def leave(code: int, *, at_once: bool = False) -> NoReturn:
     """End the process with its exit code, once that is decided.
 
     The code of a stop stands: Python gives handlers back before the process is gone, and the same
@@ -99,12 +99,13 @@ def leave(code: int) -> NoReturn:
 
     A daemon thread that is still inside a library written in C++ when the interpreter ends is
     unwound through code that allows no exception, and takes the process down with SIGABRT. Where
-    one is left, the process ends without taking the interpreter apart.
+    one is left, the process ends without taking the interpreter apart; and where `at_once` is
+    asked for.
     """
     if code == EXIT_STOPPED:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
             signal.signal(number, signal.SIG_IGN)
-    if any(thread.daemon for thread in threading.enumerate()):
+    if at_once or any(thread.daemon for thread in threading.enumerate()):
         threading._shutdown()  # type: ignore[attr-defined]  # waits for the other threads
         atexit._run_exitfuncs()
         for stream in (sys.stdout, sys.stderr):

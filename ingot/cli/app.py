@@ -69,12 +69,13 @@ def main() -> None:
     raise_open_file_limit()
     debug, arguments = split_debug(sys.argv[1:])
     listen_to_signals()
-    leave(
-        guarded(
-            lambda: command(*arguments)(args=arguments, prog_name="ingot", standalone_mode=False),
-            debug=debug,
-        )
+    code = guarded(
+        lambda: command(*arguments)(args=arguments, prog_name="ingot", standalone_mode=False),
+        debug=debug,
     )
+    # The memory of a rank that failed is freed once its GPU is idle, which a collective that others
+    # have begun may keep it from for ever.
+    leave(code, at_once=code != 0 and os.environ.get("WORLD_SIZE", "1") != "1")
 
 
 @functools.cache

@@ -210,9 +210,9 @@ def running_mesh(
     *,
     start_s: float = 0.0,
 ) -> Iterator[Mesh]:
-    """Join the processes that torchrun started, and leave the group at the end; a mesh of one rank
-    if there are no others. `start_s`: how long a rank may be silent while the others wait for it,
-    such as rank 0 while it verifies a checkpoint (`launch.start_s`).
+    """Join the processes that torchrun started, and leave the group unless there is an exception; a
+    mesh of one rank if there are no others. `start_s`: how long a rank may be silent while the
+    others wait for it, such as rank 0 while it verifies a checkpoint (`launch.start_s`).
 
     Raises:
         WrongInput: the degrees do not fit the number of processes.
@@ -230,13 +230,13 @@ def running_mesh(
         dist.init_process_group(backend(device), timeout=timeout)
         _never_free(dist.group.WORLD)
     mesh = make_mesh(here, device, degrees, timeout=timeout)
-    try:
-        yield mesh
-        # No rank leaves while another still communicates.
-        mesh.barrier()
-    finally:
-        if owns_group:
-            dist.destroy_process_group()
+    yield mesh
+    # No rank leaves while another still communicates.
+    mesh.barrier()
+    # Not after an exception: NCCL would wait for collectives in which others wait for this rank,
+    # and nobody would ever be told what failed.
+    if owns_group:
+        dist.destroy_process_group()
 
 
 def make_mesh(

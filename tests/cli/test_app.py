@@ -329,6 +329,35 @@ def test_a_thread_inside_a_library_does_not_take_the_process_down() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (7, "answer\nwaited for\n", "")
 
 
+FAILING = """
+import sys
+from ingot.cli.app import main
+
+class Device:
+    def __del__(self):
+        print("taken apart")
+
+device = Device()
+sys.argv = ["ingot", "explain", "no.such.knob"]
+main()
+"""
+
+
+@pytest.mark.parametrize("world", ["1", "2"])
+def test_a_rank_that_failed_takes_nothing_apart(world: str) -> None:
+    """What it frees might wait for a device that waits for other ranks."""
+    done = subprocess.run(
+        [sys.executable, "-c", FAILING],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, "WORLD_SIZE": world},
+    )
+    assert (done.returncode, done.stdout) == (2, "taken apart\n" if world == "1" else "")
+    assert "no.such.knob" in done.stderr
+
+
 @pytest.mark.parametrize("debug", [False, True])
 def test_libraries_do_not_talk_of_their_own_insides(
     debug: bool, caplog: pytest.LogCaptureFixture

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ingot.base.errors import WrongInput
@@ -293,6 +294,28 @@ def failing_main() -> str:
 
 def test_what_fails_on_the_main_rank_fails_everywhere() -> None:
     assert run_ranks(2, failing_main) == ["only on 0", "only on 0"]
+
+
+def failing_alone() -> str:
+    """What a rank says, where leaving the group waits for ranks that wait for this one."""
+
+    def wait() -> None:
+        raise AssertionError("waits for ever")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "destroy_process_group", wait)
+        try:
+            with running_mesh() as mesh:
+                if mesh.rank == 1:
+                    raise torch.OutOfMemoryError("no room on this one")
+                mesh.barrier()
+        except RuntimeError as error:
+            return str(error)
+    return ""
+
+
+def test_a_rank_that_fails_in_the_midst_of_the_others_can_say_why() -> None:
+    assert run_ranks(2, failing_alone)[1] == "no room on this one"
 
 
 def test_gradients_below_the_clipping_norm_stay_as_they_are() -> None:
