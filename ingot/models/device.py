@@ -17,20 +17,9 @@ import torch.distributed as dist
 
 from ingot.base.environment import processor_name, usable_cores
 from ingot.base.errors import WrongInput
+from ingot.models.peaks import stated_peak
 
 Compute = Literal["fp32", "bf16"]
-
-# Dense bf16 matrix products in FLOP/s, as stated by the vendor.
-_PEAKS = {
-    "H200": 989e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "L4": 121e12,
-    "A10G": 70e12,
-    "B200": 2250e12,
-}
-
 
 _planned: str | None = None
 """The device type that is planned for. A plain global, since compiled code reads it."""
@@ -137,8 +126,7 @@ def peak_flops(device: torch.device, compute: Compute) -> float | None:
     """
     if device.type != "cuda" or compute != "bf16":
         return None
-    name = torch.cuda.get_device_name(device)
-    return next((peak for part, peak in _PEAKS.items() if part in name), None)
+    return stated_peak(torch.cuda.get_device_name(device))
 
 
 PEAK_SIZE = {"cpu": 1024}

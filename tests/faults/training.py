@@ -973,4 +973,20 @@ FAULTS = [
         "a rank whose figures are rounded otherwise stops alone, and the others wait for it",
         "tests/train/test_layouts.py",
     ),
+    Fault(
+        "part-of-a-gpu-is-the-whole",
+        "ingot/models/peaks.py",
+        'None if "MIG" in words or not fitting',
+        "None if not fitting",
+        "the share of peak of a part of a GPU is measured against the whole one's",
+        "tests/models/test_device.py",
+    ),
+    Fault(
+        "a-gpu-named-within-another",
+        "ingot/models/peaks.py",
+        "words.issuperset(known.split())",
+        "known in name",
+        "a GPU of another kind is said to compute as much as one whose name begins alike",
+        "tests/models/test_device.py",
+    ),
 ]

@@ -73,6 +73,33 @@ def test_no_share_of_a_peak_is_claimed_that_nobody_knows() -> None:
     assert devices.device_name(TPU) == "privateuseone"
 
 
+@pytest.mark.parametrize(
+    ("name", "tera"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H100 NVL", 835),
+        ("NVIDIA H200", 989),
+        ("NVIDIA A100-SXM4-40GB", 312),
+        ("NVIDIA A100 80GB PCIe", 312),
+        ("NVIDIA L4", 121),
+        ("NVIDIA L40", 181),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA A10", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
+        ("NVIDIA GB200", None),
+    ],
+)
+def test_a_peak_is_that_of_the_whole_name(
+    name: str, tera: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A name within another one's is another GPU, and a part of one computes a part."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    found = devices.peak_flops(torch.device("cuda", 0), "bf16")
+    assert found == (None if tera is None else tera * 1e12)
+
+
 def test_nothing_else_asks_for_cuda() -> None:
     """Every other file goes through this one, so that another device is one file's work."""
     allowed = {"ingot/models/device.py", "ingot/cli/doctor.py"}  # the doctor tells what torch sees
