@@ -4,9 +4,10 @@ and the score of every item.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from ingot.base.errors import WrongInput, differing
 from ingot.base.markers import fingerprint
@@ -93,7 +94,15 @@ def evaluate(recipe: Recipe) -> VerbOutcome:
         )
         # With the tuned model's tokenizer, as at the start of training.
         base_tasks, base_samples = (
-            _measure_model(recipe, base, tokenizer, eos, recipe.evaluate.prompts, mesh)
+            _measure_model(
+                recipe,
+                base,
+                tokenizer,
+                eos,
+                recipe.evaluate.prompts,
+                mesh,
+                changed=recipe.model.config,
+            )
             if base is not None
             else ({}, [])
         )
@@ -110,11 +119,12 @@ def _measure_model(
     eos: frozenset[int],
     prompts: Sequence[str],
     mesh: Mesh,
+    changed: Mapping[str, Any] | None = None,
 ) -> tuple[dict[str, TaskResult], list[dict[str, str]]]:
     """Measure all tasks on the model in `folder` and complete the prompts. Everything is checked
-    before anything is measured.
+    before anything is measured. `changed`: as of `open_model`.
     """
-    model = open_model(folder, device=mesh.device)
+    model = open_model(folder, device=mesh.device, changed=changed)
     if tokenizer.vocab_size > model.config.vocab_size:
         raise WrongInput(
             f"the tokenizer of {folder} has {tokenizer.vocab_size} ids, its model only"
@@ -209,30 +219,58 @@ def _label_mismatch(recipe: Recipe, folder: Path, *, adapted: bool = False) -> s
 
 
 def _base_folder(recipe: Recipe, folder: Path, mesh: Mesh) -> Path | None:
-    """The folder of the base model, if the recipe asks for it; if it cannot be compared, rank 0
-    prints why.
+    """The folder of the model that training started from, an adapter's if it went on from one, if
+    the recipe asks for it; if it cannot be compared, rank 0 prints why.
     """
     if not recipe.evaluate.base:
         return None
-    base = source_folder(recipe.model)
-    why = ""
-    if base is None or starts_random(recipe.model, base):
-        why = "training started from random weights"
-    elif base.resolve() == folder.resolve():
-        why = "it is the model that is evaluated"
-    elif kind_of_folder(base) != kind_of_folder(folder):
-        why = (
-            f"{base} is a {kind_of_folder(base)} and has no head for what a"
-            f" {kind_of_folder(folder)} does"
-        )
-    else:
+    base, why = _start_folder(recipe)
+    if base is not None:
         try:
-            why = _label_mismatch(recipe, base)
+            why = _incomparable(recipe, base, folder)
         except WrongInput as error:
             why = str(error)
     if why and mesh.is_main:
         say(f"evaluate: no base model beside: {why}")
     return None if why else base
+
+
+def _start_folder(recipe: Recipe) -> tuple[Path | None, str]:
+    """The folder of the model that training started from; or None, and why there is none."""
+    origin, lora = recipe.train.start_from, recipe.model.lora
+    if origin is not None:
+        return None, (
+            f"training started from the weights of {origin} (train.start_from), which is no model"
+            " folder; evaluate the run that they are of on the same data, and compare the reports"
+        )
+    base = source_folder(recipe.model)
+    if base is None or starts_random(recipe.model, base):
+        return None, "training started from random weights"
+    return (base if lora is None or lora.adapter is None else Path(lora.adapter)), ""
+
+
+def _incomparable(recipe: Recipe, base: Path, folder: Path) -> str:
+    """Why the model in `base` cannot stand beside that in `folder`; empty if it can.
+
+    Raises:
+        WrongInput: it is not a model, or its outputs are not one class for each text.
+    """
+    if base.resolve() == folder.resolve():
+        return "it is the model that is evaluated"
+    if kind_of_folder(base) != kind_of_folder(folder):
+        return (
+            f"{base} is a {kind_of_folder(base)} and has no head for what a"
+            f" {kind_of_folder(folder)} does"
+        )
+    if not is_adapter(base):
+        return _label_mismatch(recipe, base)
+    under, source = base_folder(base), source_folder(recipe.model)
+    if source is not None and model_hash(under) != model_hash(source):
+        return (
+            f"the adapter {base} names {under} as its model, which is not model.source"
+            f" {recipe.model.source}; name that in its adapter_config.json"
+        )
+    return _label_mismatch(recipe, under, adapted=True)
 
 
 def _report(recipe: Recipe, found: EvaluationResults, tokenizer: Tokenizer) -> EvaluationReport:

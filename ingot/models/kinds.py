@@ -72,10 +72,16 @@ def base_folder(adapter: Path) -> Path:
 
 
 def open_model(
-    folder: Path, *, device: torch.device, dtype: torch.dtype | None = None, check: bool = True
+    folder: Path,
+    *,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+    changed: Mapping[str, Any] | None = None,
+    check: bool = True,
 ) -> AnyModel:
     """Open the model in `folder`, of any kind, in `dtype` (None: float32), in evaluation mode. An
-    adapter is merged into its base. `check` False accepts files that changed since the export.
+    adapter is merged into its base. `changed`: values instead of those of its configuration, as
+    `model.config` has them. `check` False accepts files that changed since the export.
 
     Raises:
         WrongInput: not a model folder, an unsupported architecture, damaged files, tensors that do
@@ -83,11 +89,13 @@ def open_model(
             one of the adapter's training.
     """
     if is_adapter(folder):
-        return _with_adapter(folder, device, dtype, check=check)
-    config = model_config(folder)
+        return _with_adapter(folder, device, dtype, changed or {}, check=check)
+    config = overridden(model_config(folder), changed or {})
     kind = kind_of(config)
     if kind == "decoder":
-        return folders.load_model(folder, device=device, dtype=dtype, check=check)
+        return folders.load_model(
+            folder, device=device, dtype=dtype, overrides=changed, check=check
+        )
     return load_hf_model(
         read_hf_config(config, kind, str(folder), unproved=True),
         folder,
@@ -99,13 +107,18 @@ def open_model(
 
 
 def _with_adapter(
-    adapter: Path, device: torch.device, dtype: torch.dtype | None, *, check: bool
+    adapter: Path,
+    device: torch.device,
+    dtype: torch.dtype | None,
+    changed: Mapping[str, Any],
+    *,
+    check: bool,
 ) -> AnyModel:
     base, kind = base_folder(adapter), kind_of_folder(adapter)
     if check:
         _check_base(adapter, base)
     about = read_lineage(adapter) or {}
-    changed = about.get(CHANGED) or {}
+    changed = {**(about.get(CHANGED) or {}), **changed}
     if quantize := about.get(QUANTIZE):
         say(
             f"{adapter} was trained beside its base in {quantize.get('kind')}: beside {base} as it"
@@ -115,7 +128,7 @@ def _with_adapter(
     if kind == "decoder":
         model = folders.load_model(base, device=device, overrides=changed, check=check)
     else:
-        config = _adapted_config(adapter, base, kind, about)
+        config = _adapted_config(adapter, base, kind, about, changed)
         held = read_adapter_config(adapter).heads
         seed = 0 if held else None  # of what the base lacks and the adapter brings
         model = load_hf_model(
@@ -126,13 +139,19 @@ def _with_adapter(
     return model.to(dtype or torch.float32).eval()
 
 
-def _adapted_config(adapter: Path, base: Path, kind: HFKind, about: Mapping[str, Any]) -> HFConfig:
+def _adapted_config(
+    adapter: Path,
+    base: Path,
+    kind: HFKind,
+    about: Mapping[str, Any],
+    changed: Mapping[str, Any],
+) -> HFConfig:
     """The configuration of a base with its adapter. The head of a classifier is the adapter's, so
     that it does not matter what the base's was for, or whether it has one; `ingot.json` names its
     classes, for which PEFT's layout has no place.
     """
     given = model_config(base)
-    values = overridden(given, about.get(CHANGED) or {})
+    values = overridden(given, changed)
     classes = class_count(adapter)
     if classes is None:
         return read_hf_config(values, kind, str(base), unproved=True)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -16,11 +17,15 @@ import torch
 from ingot.base.errors import WrongInput
 from ingot.base.reports import task_of
 from ingot.cli.console import show_report
+from ingot.config.models.rotary import overridden
+from ingot.config.models.source import model_config
+from ingot.config.recipe import Recipe
 from ingot.config.sections.lora import Lora
 from ingot.data.cleaning.documents import read_documents
 from ingot.evaluate.evaluate import evaluate
 from ingot.models.adapters.lora import add_lora, init_adapter
 from ingot.models.adapters.peft import save_adapter
+from ingot.models.hf.tensor_names import LORA_LEAVES
 from ingot.models.kinds import open_model
 from ingot.tokenizers.load import load_tokenizer
 from tests import tolerances
@@ -85,9 +90,17 @@ def test_the_base_stands_beside_and_in_the_examples(
     assert report_of(alone).metrics["loss/loss"].value == report.base["held/loss"].value
 
 
-@pytest.mark.parametrize("knobs", [{}, {"model__init": "random"}, {"evaluate__model": "base"}])
+@pytest.mark.parametrize(
+    ("knobs", "why"),
+    [
+        ({}, "random weights"),
+        ({"model__init": "random"}, "random weights"),
+        ({"evaluate__model": "base"}, "it is the model that is evaluated"),
+        ({"train__start_from": "runs/other"}, "the weights of runs/other (train.start_from)"),
+    ],
+)
 def test_where_no_base_can_stand_beside_that_is_said(
-    root: Path, knobs: dict[str, str], capfd: pytest.CaptureFixture[str]
+    root: Path, knobs: dict[str, str], why: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     base = root / "base"
     own = {"model__source": str(base), "model__config": "{}"} if knobs else {}
@@ -96,7 +109,49 @@ def test_where_no_base_can_stand_beside_that_is_said(
     place_model(recipe, base)
     evaluate(recipe)
     assert report_of(recipe).base == {}
-    assert "no base model beside" in capfd.readouterr().err
+    (told,) = [line for line in capfd.readouterr().err.splitlines() if "no base model" in line]
+    assert why in told
+
+
+def test_the_base_has_the_recipes_configuration_and_the_adapter_that_training_went_on_from(
+    root: Path, tmp_path: Path
+) -> None:
+    base, changed, adapter = root / "base", tmp_path / "changed", tmp_path / "adapter"
+    source = {"model__source": str(base), "evaluate__base": "true"}
+    recipe = with_model(root, **source, model__config="{rope_theta: 3.0}")
+    place_model(recipe, base, seed=1)
+    evaluate(recipe)
+    shown = report_of(recipe).base["loss/loss"].value
+    shutil.copytree(base, changed)
+    values = overridden(model_config(base), {"rope_theta": 3.0})
+    (changed / "config.json").write_text(json.dumps(values))
+    plain, same = (
+        report_of(evaluated).metrics["loss/loss"].value
+        for evaluated in run_each(root, [base, changed])
+    )
+    assert shown == same != plain
+
+    model = open_model(base, device=torch.device("cpu"))
+    add_lora(model, Lora(rank=2), 0)
+    init_adapter(model, 0)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.rpartition(".")[2] in LORA_LEAVES:
+                weight.normal_(std=0.5)
+    save_adapter(model, adapter, base=str(base), kind="decoder")
+    lora = {"model__lora": f"{{rank: 2, adapter: {adapter}}}", "model__config": "{}"}
+    evaluate(with_model(root, **source, **lora))
+    shown = report_of(recipe).base["loss/loss"].value
+    (evaluated,) = run_each(root, [adapter])
+    assert shown == report_of(evaluated).metrics["loss/loss"].value != plain
+
+
+def run_each(root: Path, folders: list[Path]) -> Iterator[Recipe]:
+    """Evaluate each folder in turn, in the same run folder."""
+    for folder in folders:
+        recipe = with_model(root, evaluate__model=str(folder))
+        evaluate(recipe)
+        yield recipe
 
 
 def test_several_kinds_of_tasks_at_once(root: Path, tmp_path: Path) -> None:

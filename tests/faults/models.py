@@ -1021,4 +1021,20 @@ FAULTS = [
         "the tokens of an old folder's added_tokens.json are read as pieces of text",
         "tests/tokenizers/test_load.py",
     ),
+    Fault(
+        "base-without-the-recipes-configuration",
+        "ingot/evaluate/evaluate.py",
+        "                changed=recipe.model.config,\n",
+        "",
+        "the base beside a tuned model is another one than its training started from",
+        "tests/evaluate/test_evaluate_tasks.py",
+    ),
+    Fault(
+        "base-of-a-stage-is-its-source",
+        "ingot/evaluate/evaluate.py",
+        "    if origin is not None:\n",
+        "    if False:\n",
+        "of a training that went on from another run's weights the base is a model before that",
+        "tests/evaluate/test_evaluate_tasks.py",
+    ),
 ]

@@ -348,7 +348,8 @@ class Evaluate(Section):
     """Model folder to evaluate; the run's own exported model when empty."""
     base: bool = False
     """Evaluate the model that training started from, too, and show it beside: its metrics, and its
-    answers to `prompts`.
+    answers to `prompts`. That is `model.source` with `model.config` and `model.lora.adapter`; with
+    `train.start_from` there is none, which is said.
     """
     any_template: bool = False
     """Evaluate a model although its chat template is not the one that it was trained with, or that
