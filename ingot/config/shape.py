@@ -267,9 +267,12 @@ def check_float8_fits(kind: str, lengths: Mapping[str, int], adapted: bool) -> N
             )
 
 
-def total_steps(train: Train, samples: Fraction | int, seq_len: int) -> int:
+def total_steps(
+    train: Train, samples: Fraction | int, seq_len: int, left_out: Fraction | int = 0
+) -> int:
     """The number of optimizer steps given by `steps`, `epochs` or `tokens`, where a pass over the
-    training rows of `seq_len` tokens makes so many `samples` of `train.global_batch`.
+    training rows of `seq_len` tokens makes so many `samples` of `train.global_batch`; `left_out`
+    of all epochs are not trained on.
     """
     if train.steps is not None:
         return train.steps
@@ -277,7 +280,7 @@ def total_steps(train: Train, samples: Fraction | int, seq_len: int) -> int:
         return math.ceil(train.tokens / (train.global_batch * seq_len))
     # As it is written: in binary 1.4 is less, which is a step less at times.
     epochs = Fraction(str(train.epochs or 1.0))
-    return max(1, math.floor(epochs * samples / train.global_batch))
+    return max(1, math.floor((epochs * samples - left_out) / train.global_batch))
 
 
 def parameter_count(config: Mapping[str, Any], *, active: bool = False) -> int:

@@ -15,10 +15,10 @@ from ingot.base.markers import FileEntry
 from ingot.base.progress import Progress, say
 from ingot.base.reports import VerbOutcome, file_sizes
 from ingot.base.storage import atomic_folder, disk_errors, link_file, replace_folder
+from ingot.config.length import steps_of
 from ingot.config.recipe import Recipe
 from ingot.config.sections.data import COLUMNS
 from ingot.config.sections.objective import CHAT_TEMPLATED, PLAIN
-from ingot.config.shape import total_steps
 from ingot.data.batches.order import order_of
 from ingot.data.batches.prompts import check_prompts
 from ingot.data.batches.rows import open_rows
@@ -253,8 +253,7 @@ def _pack(
         )
     order = order_of(recipe, rows)  # refused before machines are paid for, if training refuses it
     if recipe.train.start_from is None:  # else training knows at which step it begins, and checks
-        last = total_steps(recipe.train, len(rows) * recipe.objective.samples_per_row, seq_len)
-        steps = range(recipe.train.start_step or 0, last)
+        steps = range(recipe.train.start_step or 0, steps_of(recipe, len(rows)))
         check_prompts(recipe, rows, packed, tokenizer, order, steps)
     for number, (size, source) in enumerate(zip(rows.sizes, prepared.splits["train"], strict=True)):
         if not size:

@@ -15,12 +15,12 @@ from ingot.base.environment import usable_cores
 from ingot.base.errors import WrongInput
 from ingot.base.markers import read_marker
 from ingot.config.degrees import degrees_of
+from ingot.config.length import steps_of
 from ingot.config.recipe import Recipe
 from ingot.config.sections.data import ValidationShare
 from ingot.config.sections.engines import LocalEngineSettings
 from ingot.config.sections.loop import Every, seconds_of
 from ingot.config.sections.objective import CHAT_TEMPLATED
-from ingot.config.shape import total_steps
 from ingot.plan.place import PlannedPlace
 from ingot.plan.ranges import Range, largest
 from ingot.plan.storage import (
@@ -190,15 +190,18 @@ def cost_of(inputs: RunInputs) -> RunCost:
 
 def planned_steps(recipe: Recipe, rows: Range | None) -> Estimate:
     """Optimizer steps of the whole training."""
-    train, seq_len = recipe.train, recipe.data.seq_len
+    train = recipe.train
     if train.steps is not None or train.tokens is not None:
-        return Range.exactly(float(total_steps(train, 0, seq_len)), "measured")
+        return Range.exactly(float(steps_of(recipe, 0)), "measured")
     if rows is None or not rows.low:
         return Unknown("`ingot prepare`, or train.steps: epochs depend on the number of rows")
-    low, likely, high = (
-        float(total_steps(train, max(1, round(count)) * recipe.objective.samples_per_row, seq_len))
-        for count in (rows.low, rows.likely, rows.high)
-    )
+    try:
+        low, likely, high = (
+            float(steps_of(recipe, max(1, round(count))))
+            for count in (rows.low, rows.likely, rows.high)
+        )
+    except WrongInput as error:
+        return Unknown(str(error))
     return Range(low, likely, high, rows.origin)
 
 

@@ -161,8 +161,10 @@ def make_hooks(
     log = _log_hook(setup, source, sinks, progress, account, commit.get("skipped", 0.0), mesh)
     asked = process.any_rank_asked
     measure = make_measure(setup, state, mesh, asked, lambda: process.signals.signum != 0)
-    a_pass = len(setup.rows) * recipe.objective.samples_per_row, knobs.global_batch
-    evaluate_every = Recurrence(knobs.evaluate_every, *a_pass, begin=setup.data_begin)
+    evaluate_every, save_every = (
+        Recurrence.of(recipe, every, len(setup.rows), begin=setup.data_begin)
+        for every in (knobs.evaluate_every, recipe.checkpoint.every)
+    )
     evaluation = EvaluateHook.of(recipe, evaluate_every, measure, sinks, account, setup.last)
     if start is not None:
         evaluation.restore(start.commit["watched"])
@@ -177,7 +179,6 @@ def make_hooks(
     )
     skips = SkipHook(knobs.skip.in_row, process.events, commit.get("skipped_in_row", 0))
     fields = CommitFields(recipe, setup, log, evaluation, samples, skips, spikes, run_id, source)
-    save_every = Recurrence(recipe.checkpoint.every, *a_pass, begin=setup.data_begin)
     checkpoint = _checkpoint_hook(process, state, fields, save_every, account, (first, setup.last))
     rollouts = _rollout_hooks(source, sinks, recipe.track.every, setup.last, first)
     logs = [log.at_end, *(one.at_end for one in rollouts)]

@@ -4,6 +4,7 @@ of its data; and where it ends. Checkpoints record the beginning, since the othe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,8 +12,10 @@ from typing import Any, NamedTuple
 from ingot.base.errors import WrongInput
 from ingot.base.markers import fingerprint
 from ingot.checkpoints.store import CommittedCheckpoint, checkpoint_in
+from ingot.config.length import steps_of
 from ingot.config.recipe import Recipe
-from ingot.config.shape import BatchPlan, total_steps
+from ingot.config.shape import BatchPlan
+from ingot.data.batches.order import sequence_position
 from ingot.data.batches.rows import Rows
 from ingot.data.batches.samples import Samples
 from ingot.train.resume import resumable
@@ -132,7 +135,13 @@ def check_steps(recipe: Recipe, rows: int, batch: BatchPlan, begin: int, last: i
 
 
 def last_step(recipe: Recipe, rows: Rows | Samples, data_begin: int) -> int:
-    """The step at which training ends; epochs are counted from where the data's order begins."""
-    train, samples = recipe.train, len(rows) * recipe.objective.samples_per_row
+    """The step at which training ends; epochs are counted from where the data's order begins.
+
+    Raises:
+        WrongInput: `data.skip` leaves not one step of them.
+    """
+    train = recipe.train
     of_epochs = train.steps is None and train.tokens is None
-    return total_steps(train, samples, recipe.data.seq_len) + of_epochs * data_begin
+    before = math.ceil(data_begin * train.global_batch / recipe.objective.samples_per_row)
+    begin = sequence_position(before - 1, recipe.data.skip) + 1
+    return steps_of(recipe, len(rows), begin) + of_epochs * data_begin

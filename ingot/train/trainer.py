@@ -254,7 +254,7 @@ def _announce(
                 "train: train.start_from was trained on other data, or in another order; this"
                 " begins with its first row"
             )
-        rows = len(setup.rows) * setup.recipe.objective.samples_per_row
+        rows = len(setup.rows)
         for knob, why in too_short(setup.recipe, rows, setup.begin, setup.last, setup.data_begin):
             say(f"train: warning: {knob}: {why}")
         if text := _text_of_tokens(setup):

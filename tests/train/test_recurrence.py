@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from functools import partial
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,15 @@ def test_steps_epochs_and_times() -> None:
     assert not Recurrence("epoch", 10, 4, lambda: 1e9).vote()
 
 
+def test_a_pass_ends_earlier_by_what_is_left_out_of_it() -> None:
+    skipped = [(0, 60), (70, 71), (95, 99)]
+    ends = Recurrence("epoch", 91, 4, skipped=skipped)
+    found = [step for step in range(1, 60) if ends.is_due(step)]
+    assert found == [7, 29, 52], "30 of the first pass, 87 of the second, all of the third"
+    late = Recurrence("epoch", 91, 4, begin=2, skipped=skipped)
+    assert [step for step in range(3, 40) if late.is_due(step)] == [23], "from place 68 on"
+
+
 @pytest.mark.parametrize("every", [None, 1, 3, 7, 100, "epoch"])
 def test_whether_it_may_be_due_on_the_way_is_known_before(every: int | str | None) -> None:
     for rows, batch in ((10, 4), (8, 4), (225, 32), (97, 7)):
@@ -77,6 +86,7 @@ def test_whether_it_may_be_due_on_the_way_is_known_before(every: int | str | Non
     assert not Recurrence("1h", 10, 4).may_be_due(0, 1)
 
 
+ALONE = Mesh(Ranks(), torch.device("cpu"))
 STOP_EARLY = {"train__early_stop": "{}", "train__steps": 9}
 
 
@@ -106,6 +116,24 @@ def test_what_a_training_is_too_short_for_is_told(
     recipe = small_recipe(tmp_path, checkpoint__keep=5, **{"train__steps": 9, **knobs})
     first = recipe.train.start_step or 0
     assert [knob for knob, _ in too_short(recipe, 40, first, 9)] == told
+
+
+def test_epochs_end_with_their_rows_though_some_are_left_out(root: Path) -> None:
+    """What is left out on purpose is neither trained on in another pass, nor replaced by it."""
+    one = {"train__steps": None, "train__epochs": 1}
+    whole = make_setup(small_recipe(root, **one), ALONE)
+    taken = whole.order.rows(0, len(whole.rows)).tolist()
+    recipe = small_recipe(root, **one, data__skip=[[0, 60], [62, 63]])
+    setup = make_setup(recipe, ALONE)
+    rows = setup.order.rows(0, setup.last * setup.batch.global_batch).tolist()
+    assert setup.last == (len(taken) - 61) // 4 > 0
+    assert rows == [*taken[60:62], *taken[63:]][: len(rows)]
+    once = Recurrence.of(recipe, "epoch", len(taken))
+    assert [step for step in range(1, setup.last + 2) if once.is_due(step)] == [setup.last]
+    counted = small_recipe(root, data__skip=[[0, 60]])
+    assert make_setup(counted, ALONE).last == counted.train.steps
+    with pytest.raises(WrongInput, match=r"data\.skip leaves out .* less than one train\.global"):
+        make_setup(small_recipe(root, **one, data__skip=[[0, len(taken) - 3]]), ALONE)
 
 
 @pytest.mark.parametrize(("every", "on_the_way"), [(2, True), (4, False), (500, False)])
@@ -209,7 +237,8 @@ class Ticks:
 def train_by_the_clock(root: str, fast: list[float], knobs: dict[str, Any]) -> list[list[int]]:
     ticks = Ticks(fast[int(os.environ["RANK"])])
     real = assembly.Recurrence
-    assembly.Recurrence = partial(real, clock=ticks)  # type: ignore[assignment,misc]
+    ticking = {"__init__": partialmethod(real.__init__, clock=ticks)}
+    assembly.Recurrence = type("Ticking", (real,), ticking)  # type: ignore[misc]
     try:
         recipe = small_recipe(Path(root), **knobs)
         train(recipe)

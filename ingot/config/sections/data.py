@@ -249,7 +249,8 @@ class Data(Section):
     """What is done to documents before they are tokenised."""
     skip: list[tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(gt=0)]]] = []
     """Ranges `[first, after the last]` of training samples (rows, counted from 0 in the order of
-    training) that are left out on purpose, such as those around a loss spike. A run that is resumed
+    training) that are left out on purpose, such as those around a loss spike. Epochs are shorter by
+    them; `train.steps` and `train.tokens` go on into the next pass instead. A run that is resumed
     may leave out what it has not come to yet.
     """
     engine: EngineSettings = LocalEngineSettings()

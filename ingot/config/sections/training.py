@@ -304,8 +304,8 @@ class Train(Section):
     steps: Positive | None = None
     """Optimizer steps. Give one of steps, epochs, tokens; one epoch when none is given."""
     epochs: Annotated[float, Field(gt=0)] | None = None
-    """Passes over the training rows; with `start_from` those of the other run count, too, if it
-    read the same data in the same order.
+    """Passes over the training rows, without those of `data.skip`; with `start_from` those of the
+    other run count, too, if it read the same data in the same order.
     """
     tokens: Positive | None = None
     """Training tokens, rounded up to whole steps. Each sequence of `global_batch` counts as

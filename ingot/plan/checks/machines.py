@@ -60,8 +60,8 @@ def judge_length(recipe: Recipe, cost: RunCost, rows: Range | None) -> Iterator[
             " good as new ones (Muennighoff et al. 2023)",
         )
     steps = round(cost.steps.likely)
-    samples = 1 if rows is None else max(1, round(rows.likely)) * recipe.objective.samples_per_row
-    for knob, why in too_short(recipe, samples, recipe.train.start_step or 0, steps):
+    count = 1 if rows is None else max(1, round(rows.likely))
+    for knob, why in too_short(recipe, count, recipe.train.start_step or 0, steps):
         yield PlanFinding("warning", knob, why)
     warmup = warmup_steps(recipe.train.schedule, steps)
     if warmup >= steps:

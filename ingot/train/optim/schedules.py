@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -17,6 +17,7 @@ from ingot.config.doors import SCHEDULES
 from ingot.config.recipe import Recipe
 from ingot.config.sections.loop import Every, seconds_of
 from ingot.config.sections.training import ScheduleSettings, WSDSchedule
+from ingot.data.batches.order import sequence_position
 
 
 def warmup_steps(settings: ScheduleSettings, total: int) -> int:
@@ -111,21 +112,30 @@ class Recurrence:
         every: the recipe's value; None for never.
         samples: how many a pass over the training rows makes; `batch` of them are used per step.
         begin: steps before the first pass.
+        skipped: ranges of the order of samples that are left out (`data.skip`).
     """
 
     def __init__(
         self,
         every: Every | None,
-        samples: Fraction | int,
-        batch: int,
+        samples: int,
+        batch: Fraction | int,
         clock: Callable[[], float] = time.monotonic,
         *,
         begin: int = 0,
+        skipped: Sequence[tuple[int, int]] = (),
     ) -> None:
         self.every, self._samples, self._batch, self._clock = every, samples, batch, clock
-        self._begin = begin
+        self._skipped = skipped
+        self._first = self._place(begin)
         self._seconds = seconds_of(every)
         self._since, self._due = clock(), False
+
+    @classmethod
+    def of(cls, recipe: Recipe, every: Every | None, rows: int, *, begin: int = 0) -> Recurrence:
+        """For a training of `recipe` on so many rows."""
+        a_step = recipe.train.global_batch / recipe.objective.samples_per_row
+        return cls(every, rows, a_step, begin=begin, skipped=recipe.data.skip)
 
     def vote(self) -> bool:
         """Whether the interval has passed on this rank; only rank 0's vote counts."""
@@ -161,7 +171,11 @@ class Recurrence:
 
     def _passes(self, steps: int) -> int:
         """Passes over the rows that `steps` steps begin."""
-        return -((self._begin - steps) * self._batch // self._samples)
+        return -((self._first - self._place(steps)) // self._samples)
+
+    def _place(self, steps: int) -> int:
+        """How far `steps` steps come in the order of samples, skipped ones included."""
+        return sequence_position(math.ceil(steps * self._batch) - 1, self._skipped) + 1
 
     def restart(self) -> None:
         """Restart the interval: it has just been done."""
@@ -169,17 +183,17 @@ class Recurrence:
 
 
 def too_short(
-    recipe: Recipe, samples: Fraction | int, first: int, last: int, begin: int = 0
+    recipe: Recipe, rows: int, first: int, last: int, begin: int = 0
 ) -> Iterator[tuple[str, str]]:
     """Knobs that do less than they say in a training that begins after step `first` and ends with
-    `last`, and why. `samples`, `begin`: as of a Recurrence.
+    `last`, and why. `rows`, `begin`: as of a Recurrence.
     """
-    knobs, batch, steps = recipe.train, recipe.train.global_batch, f"{first + 1:,} to {last:,}"
+    knobs, steps = recipe.train, f"{first + 1:,} to {last:,}"
     measured = {
         "train.early_stop": knobs.early_stop is not None,
         "checkpoint.best": recipe.checkpoint.best is not None,
     }
-    evaluations = Recurrence(knobs.evaluate_every, samples, batch, begin=begin)
+    evaluations = Recurrence.of(recipe, knobs.evaluate_every, rows, begin=begin)
     if not evaluations.may_be_due(first, last + 1):
         for name in [name for name, is_set in measured.items() if is_set]:
             yield (
@@ -199,7 +213,7 @@ def too_short(
             )
     average, every = knobs.average, recipe.checkpoint.every
     if average is not None and average.needs_kept:
-        made = 1 + Recurrence(every, samples, batch, begin=begin).most_often(first, last)
+        made = 1 + Recurrence.of(recipe, every, rows, begin=begin).most_often(first, last)
         if made < average.checkpoints:
             yield (
                 "train.average",
