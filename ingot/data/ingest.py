@@ -71,7 +71,7 @@ def ingest(recipe: Recipe) -> VerbOutcome:
             short, but with `on_bad: skip_files`; with `on_bad: stop`, the first bad record; more
             of a source is skipped than `max_skipped`.
     """
-    files = source_files(recipe)
+    files = source_files(recipe, say)
     total = sum(
         file.bytes
         for sources in files.values()

@@ -1235,4 +1235,20 @@ FAULTS = [
         "chats about a sound or a film are trained on without it",
         "tests/data/documents/test_chats.py",
     ),
+    Fault(
+        "split-of-files-is-ignored",
+        "ingot/data/sources/find.py",
+        "return files if is_split or whole else of_split(",
+        "return files if True else of_split(",
+        "the test split of a folder is trained on with the others",
+        "tests/data/sources/test_split_names.py",
+    ),
+    Fault(
+        "contamination-by-one-split-alone",
+        "ingot/data/sources/records.py",
+        '"validation", whole=True):',
+        '"validation"):',
+        "training texts are compared with one split of the evaluation data alone",
+        "tests/data/sources/test_split_names.py",
+    ),
 ]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Collection, Sequence
+from functools import partial
 from typing import Any
 
 from ingot.base.errors import WrongInput
@@ -169,7 +170,8 @@ def _check_cleaning(recipe: Recipe, found: Findings) -> None:
     for number, source in enumerate(recipe.data.clean.against):
         if not SourceSettings(source=source).scheme:
             knob = f"data.clean.contamination.against.{number}"
-            found.ask(find_source, SourceSettings(source=source), knob, at=knob)
+            whole = partial(find_source, whole=True)
+            found.ask(whole, SourceSettings(source=source), knob, at=knob)
     if engine.kind == "spark":
         need(found, "pyspark", "data.engine.kind spark", "pip install 'ingot[spark]'")
         if shutil.which("java") is None:

@@ -34,7 +34,10 @@ class SourceSettings(Section):
     `.tsv`, `.arrow`, a `pages-articles` dump; everything else is text, one document a file).
     """
     split: str = "train"
-    """Which split of a Hugging Face data set, as a whole: `fraction` takes a part."""
+    """Which split of a Hugging Face data set, as a whole: `fraction` takes a part. Of files those
+    that are named after it, as on the hub (`test.jsonl`, `val/a.csv`); for `train` all files, where
+    names do not tell splits apart.
+    """
     text: str = "text"
     """The column or JSON key that holds the text."""
     names: list[str] = []

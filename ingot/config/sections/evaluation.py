@@ -130,7 +130,9 @@ class HellaSwagTask(TaskSettings):
     `label`), or `hf:NAME[:SUBSET]`.
     """
     split: str = "validation"
-    """Which split of a Hugging Face data set."""
+    """Which split of a Hugging Face data set; of files as of `data.train[].split`, and for
+    `validation` all of them, where names do not tell splits apart.
+    """
     limit: Positive | None = None
     """Use the first so many items; null for all."""
 
@@ -152,7 +154,9 @@ class ChoiceTask(TaskSettings):
     source: str
     """JSONL, Parquet or CSV, one question a record, or `hf:NAME[:SUBSET]`."""
     split: str = "validation"
-    """Which split of a Hugging Face data set."""
+    """Which split of a Hugging Face data set; of files as of `data.train[].split`, and for
+    `validation` all of them, where names do not tell splits apart.
+    """
     columns: dict[str, str] = {}
     """Names of the columns where they differ from `question`, `choices` (a list of texts) and
     `answer` (its number from 0, a letter, or its text).

@@ -8,7 +8,7 @@ import fnmatch
 import itertools
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,8 +19,9 @@ from ingot.config.doors import SOURCES
 from ingot.config.recipe import NO_SOURCE, Recipe
 from ingot.config.sections.data import SourceSettings, ValidationShare
 from ingot.data.sources.kind import SourceKind
-from ingot.data.sources.local_files import STDLIB, find_files_of
+from ingot.data.sources.local_files import STDLIB, LocalFiles, find_files_of
 from ingot.data.sources.source_file import SourceFile
+from ingot.data.sources.split_names import of_split
 from ingot.data.splits import Split
 
 
@@ -32,9 +33,15 @@ def recipe_sources(recipe: Recipe) -> dict[Split, list[SourceSettings]]:
     return splits
 
 
-def source_files(recipe: Recipe) -> dict[Split, list[list[SourceFile]]]:
+def _untold(text: str) -> None:
+    """Where nobody listens: what is read is told once, as it is read."""
+
+
+def source_files(
+    recipe: Recipe, tell: Callable[[str], None] = _untold
+) -> dict[Split, list[list[SourceFile]]]:
     """The files of every source, by split; names are made distinct if two sources have files of the
-    same name.
+    same name. `tell`: as of `find_source`.
 
     Raises:
         WrongInput: a source (named by its place in the recipe) matches no file; or there is no
@@ -47,7 +54,7 @@ def source_files(recipe: Recipe) -> dict[Split, list[list[SourceFile]]]:
     for split, sources in recipe_sources(recipe).items():
         found[split] = []
         for number, source in enumerate(sources):
-            files = find_source(source, f"data.{split}[{number}].source")
+            files = find_source(source, f"data.{split}[{number}].source", tell=tell)
             files = [
                 replace(file, project=recipe.cloud.project) if file.format == "bigquery" else file
                 for file in _distinct(files)
@@ -111,14 +118,25 @@ def source_stamps(recipe: Recipe) -> dict[Split, list[dict[str, Any]]]:
     }
 
 
-def find_source(source: SourceSettings, knob: str = "source") -> list[SourceFile]:
-    """The files of one source in reading order, without hidden ones and those that it excludes.
+def find_source(
+    source: SourceSettings,
+    knob: str = "source",
+    *,
+    whole: bool = False,
+    tell: Callable[[str], None] = _untold,
+) -> list[SourceFile]:
+    """The files of one source in reading order, without hidden ones, those that it excludes, and
+    those of other splits than it asks for.
+
+    Args:
+        whole: files of all splits.
+        tell: takes a line about files that are, or are not, taken for those of the split.
 
     Raises:
         WrongInput: nothing is there, or nothing is left.
         Failed: the storage cannot be reached.
     """
-    found = _all_files(source, knob)
+    found, is_split = _all_files(source, knob)
     excluded = _any_of(source.exclude)
     files = [file for file in found if not excluded.fullmatch(file.name)]
     if not files:
@@ -126,7 +144,7 @@ def find_source(source: SourceSettings, knob: str = "source") -> list[SourceFile
             f"{knob} {source.source}: exclude={source.exclude} leaves none of its {len(found):,}"
             " files; remove a pattern"
         )
-    return files
+    return files if is_split or whole else of_split(source, files, knob, tell)
 
 
 def _any_of(patterns: Sequence[str]) -> re.Pattern[str]:
@@ -134,7 +152,7 @@ def _any_of(patterns: Sequence[str]) -> re.Pattern[str]:
     return re.compile("|".join(map(fnmatch.translate, patterns)) or r"(?!)")
 
 
-def _all_files(source: SourceSettings, knob: str) -> list[SourceFile]:
+def _all_files(source: SourceSettings, knob: str) -> LocalFiles:
     scheme = source.scheme
     if not scheme:
         return find_files_of(source, knob)
@@ -145,7 +163,8 @@ def _all_files(source: SourceSettings, knob: str) -> list[SourceFile]:
             f"{knob} {source.source} is no source that this version reads; give a path, a folder, a"
             f" glob, {known} or {STDLIB}"
         )
-    return [replace(file, kind=scheme) for file in kind().find(source, knob)]
+    files = [replace(file, kind=scheme) for file in kind().find(source, knob)]
+    return LocalFiles(files, is_split=True)
 
 
 def is_local(source: SourceSettings) -> bool:

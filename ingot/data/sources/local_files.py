@@ -12,7 +12,7 @@ import re
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ingot.base.errors import Failed, IngotError, WrongInput
 from ingot.base.storage import find_files, is_file, is_remote, open_read, stamp
@@ -40,7 +40,14 @@ CHATS = {
 DUMP = re.compile(r"pages-articles[^/]*\.xml(-p\d+p\d+)?$")
 
 
-def find_files_of(source: SourceSettings, knob: str) -> list[SourceFile]:
+class LocalFiles(NamedTuple):
+    """The files of a source, and whether they are one split already, as a saved data set's are."""
+
+    files: list[SourceFile]
+    is_split: bool
+
+
+def find_files_of(source: SourceSettings, knob: str) -> LocalFiles:
     pattern = source.source.removeprefix("file://")
     if "[" in source.split:
         share = (
@@ -50,10 +57,12 @@ def find_files_of(source: SourceSettings, knob: str) -> list[SourceFile]:
             f"{knob} {source.source}: split={source.split} asks for a part, and files are read"
             f" whole; set {share}, or give the part as a file of its own"
         )
+    saved = None
     try:
         paths = find_files(pattern)
         if any(path.endswith((f"/{ONE}", f"/{SEVERAL}")) for path in paths):
-            paths = saved_files(pattern, source.split, knob) or paths
+            saved = saved_files(pattern, source.split, knob)
+        paths = saved or paths
     except ImportError as error:
         extra = (
             "pip install 'ingot[gcp]'" if pattern.startswith(("gs://", "gcs://")) else "install it"
@@ -89,7 +98,7 @@ def find_files_of(source: SourceSettings, knob: str) -> list[SourceFile]:
             f"{knob} {source.source}: no such file; check the path (relative ones start at"
             f" {Path.cwd()})"
         )
-    return files
+    return LocalFiles(files, bool(saved))
 
 
 def _why_absent(url: str) -> str:

@@ -99,8 +99,10 @@ def read_records(
 
 
 def whole_records(source: str, knob: str) -> Iterator[TaskRecord]:
-    """All records of a source with all of their columns. Raises as `read_records` does."""
-    for place, values in _read(source, knob, "validation"):
+    """All records of a source with all of their columns: of files those of every split, of a data
+    set on the hub its validation split. Raises as `read_records` does.
+    """
+    for place, values in _read(source, knob, "validation", whole=True):
         yield TaskRecord(place, values)
 
 
@@ -118,8 +120,10 @@ def _named_columns(
     return {column: values[names.get(column, column)] for column in columns}
 
 
-def _read(source: str, knob: str, split: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    for file in find_source(SourceSettings(source=source, split=split), knob):
+def _read(
+    source: str, knob: str, split: str, *, whole: bool = False
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    for file in find_source(SourceSettings(source=source, split=split), knob, whole=whole):
         if file.format not in FILES and records_of(file) is None:
             raise WrongInput(
                 f"{knob} {file.path} is read as {file.format}; items are JSONL, JSON, Parquet, CSV,"

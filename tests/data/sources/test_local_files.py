@@ -137,7 +137,7 @@ def test_a_part_of_a_split_is_not_taken_for_all_of_it(tmp_path: Path, name: str)
             WrongInput, match=r"split=train\[.*files are read whole; set `fraction`"
         ):
             find_source(source)
-    assert find_source(SourceSettings(source=str(tmp_path / name), split="test"))
+    assert find_source(SourceSettings(source=str(tmp_path / name)))
 
 
 def test_one_split_of_a_data_set_in_a_bucket_is_read(tmp_path: Path) -> None:

@@ -1,0 +1,107 @@
+"""Which split of a data set files belong to, as the hub tells it by their names: `test.jsonl`,
+`val/a.csv`, `data/train-00000-of-00002.parquet`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+
+from ingot.base.errors import WrongInput
+from ingot.config.sections.data import SourceSettings
+from ingot.data.sources.source_file import FORMATS, SourceFile
+
+SPLITS = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "val", "dev"),
+    "test": ("test", "testing", "eval", "evaluation"),
+}
+"""Words in names, by the split that they stand for."""
+_SPLIT_OF = {word: split for split, words in SPLITS.items() for word in words}
+_SHARD = re.compile(r"(?:^|/)data/([^/]+)-\d{5}-of-\d{5}\.[^/]*$")
+_BETWEEN = re.compile(r"[-._ 0-9]+")
+MAX_NAMED = 5
+
+
+def of_split(
+    source: SourceSettings, files: Sequence[SourceFile], knob: str, tell: Callable[[str], None]
+) -> list[SourceFile]:
+    """Those of a source's files that `split` asks for.
+
+    The usual split of what `knob` names (`train`; of a task `validation`) need not be asked for:
+    where names do not tell splits apart, all files are of it.
+
+    Raises:
+        WrongInput: none is named after the split; or a task's files are of several others.
+    """
+    of_task = knob.startswith("evaluate.")
+    chosen = [file for file in files if source.split in (_split_of(file), *_own_names(file))]
+    wanted = _SPLIT_OF.get(source.split.lower(), source.split)
+    chosen = chosen or [file for file in files if _split_of(file) == wanted]
+    shown = _shown(files)
+    if source.split != "train" and not (of_task and source.split == "validation"):
+        if not chosen:
+            raise WrongInput(
+                f"{knob} {source.source}: split={source.split}, and no file is named after it, as"
+                f" {source.split}.jsonl or {source.split}/ would be{_in_words(shown)}; give the"
+                " file itself and leave `split` out, or name it so"
+            )
+        return chosen
+    if len(shown) < 2:
+        return list(files)
+    if chosen:
+        tell(
+            f"{knob} {source.source}: {len(chosen):,} of its {len(files):,} files are named after"
+            f" split={source.split} and are read, the others are not{_in_words(shown)}"
+        )
+        return chosen
+    if of_task:
+        raise WrongInput(
+            f"{knob} {source.source} has no file of split={source.split}{_in_words(shown)}; set"
+            " `split` of this task, or give the file itself"
+        )
+    tell(
+        f"{knob} {source.source}: all of its files are read{_in_words(shown)}; set `split` of this"
+        " source to read those of one"
+    )
+    return list(files)
+
+
+def _shown(files: Sequence[SourceFile]) -> list[str]:
+    """The splits that names tell apart. Texts have names of any kind, so that theirs count only if
+    each has a split.
+    """
+    items = [file for file in files if file.format in FORMATS.values()]
+    found = {_split_of(file) for file in items or files}
+    if not items and None in found:
+        return []
+    return sorted(split for split in found if split is not None)
+
+
+def _in_words(shown: Sequence[str]) -> str:
+    if not shown:
+        return ""
+    more = ", ..." if len(shown) > MAX_NAMED else ""
+    return f" (names show {', '.join(shown[:MAX_NAMED])}{more})"
+
+
+def _split_of(file: SourceFile) -> str | None:
+    """The split that a file's name shows: that of its folder, or else its own."""
+    if (shard := _SHARD.search(file.path)) is not None and _words(shard[1]):
+        return _SPLIT_OF.get(shard[1], shard[1])
+    for part in file.name.split("/"):
+        if len(found := _words(part)) == 1:
+            return found.pop()
+    return None
+
+
+def _words(name: str) -> set[str]:
+    """The splits of the words in a name; several say nothing."""
+    return {_SPLIT_OF[word] for word in _BETWEEN.split(name.lower()) if word in _SPLIT_OF}
+
+
+def _own_names(file: SourceFile) -> list[str]:
+    """What a file would be called by who named a split as they liked."""
+    *folders, last = file.name.split("/")
+    shard = _SHARD.search(file.path)
+    return [*folders, last.partition(".")[0], *([] if shard is None else [shard[1]])]
