@@ -1251,4 +1251,12 @@ FAULTS = [
         "training texts are compared with one split of the evaluation data alone",
         "tests/data/sources/test_split_names.py",
     ),
+    Fault(
+        "exclude-without-a-match",
+        "ingot/data/sources/find.py",
+        "        if fnmatch.filter(names, pattern):\n            continue\n",
+        "        continue\n",
+        "files that a mistyped pattern was to leave out are trained on",
+        "tests/data/sources/test_find.py",
+    ),
 ]

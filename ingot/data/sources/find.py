@@ -33,12 +33,8 @@ def recipe_sources(recipe: Recipe) -> dict[Split, list[SourceSettings]]:
     return splits
 
 
-def _untold(text: str) -> None:
-    """Where nobody listens: what is read is told once, as it is read."""
-
-
 def source_files(
-    recipe: Recipe, tell: Callable[[str], None] = _untold
+    recipe: Recipe, tell: Callable[[str], None] | None = None
 ) -> dict[Split, list[list[SourceFile]]]:
     """The files of every source, by split; names are made distinct if two sources have files of the
     same name. `tell`: as of `find_source`.
@@ -123,17 +119,19 @@ def find_source(
     knob: str = "source",
     *,
     whole: bool = False,
-    tell: Callable[[str], None] = _untold,
+    tell: Callable[[str], None] | None = None,
 ) -> list[SourceFile]:
     """The files of one source in reading order, without hidden ones, those that it excludes, and
     those of other splits than it asks for.
 
     Args:
         whole: files of all splits.
-        tell: takes a line about files that are, or are not, taken for those of the split.
+        tell: takes a line for the user about files that are, or are not, taken for those of the
+            split. Given where files are going to be read.
 
     Raises:
-        WrongInput: nothing is there, or nothing is left.
+        WrongInput: nothing is there, or nothing is left; with `tell`, a pattern of a path's
+            `exclude` leaves out none.
         Failed: the storage cannot be reached.
     """
     found, is_split = _all_files(source, knob)
@@ -144,7 +142,33 @@ def find_source(
             f"{knob} {source.source}: exclude={source.exclude} leaves none of its {len(found):,}"
             " files; remove a pattern"
         )
+    if tell is not None:
+        _check_excludes(source, found, knob, tell)
     return files if is_split or whole else of_split(source, files, knob, tell)
+
+
+def _check_excludes(
+    source: SourceSettings, found: Sequence[SourceFile], knob: str, tell: Callable[[str], None]
+) -> None:
+    """Refuse a pattern that leaves out nothing: what it was meant for would be read. What is no
+    path has files that others name, and may lack some of them: there it is told.
+    """
+    names = [file.name for file in found]
+    for pattern in source.exclude:
+        if fnmatch.filter(names, pattern):
+            continue
+        bare = pattern.removeprefix(source.source).strip("/")
+        ways = (bare, f"*/{bare}", f"{bare}/*", f"*/{bare}/*", f"*{bare}*")
+        near = next((way for way in ways if fnmatch.filter(names, way)), None)
+        shown = ", ".join(names[:2]) + (", ..." if len(names) > 2 else "")
+        action = "remove it" if near is None else f"{near} would match"
+        text = (
+            f"{knob} {source.source}: exclude has {pattern}, and no file is named so ({shown});"
+            f" {action}"
+        )
+        if not source.scheme:
+            raise WrongInput(text)
+        tell(text)
 
 
 def _any_of(patterns: Sequence[str]) -> re.Pattern[str]:

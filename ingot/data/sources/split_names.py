@@ -24,9 +24,12 @@ MAX_NAMED = 5
 
 
 def of_split(
-    source: SourceSettings, files: Sequence[SourceFile], knob: str, tell: Callable[[str], None]
+    source: SourceSettings,
+    files: Sequence[SourceFile],
+    knob: str,
+    tell: Callable[[str], None] | None,
 ) -> list[SourceFile]:
-    """Those of a source's files that `split` asks for.
+    """Those of a source's files that `split` asks for; `tell`: takes a line for the user.
 
     The usual split of what `knob` names (`train`; of a task `validation`) need not be asked for:
     where names do not tell splits apart, all files are of it.
@@ -34,6 +37,7 @@ def of_split(
     Raises:
         WrongInput: none is named after the split; or a task's files are of several others.
     """
+    tell = tell or (lambda _: None)
     of_task = knob.startswith("evaluate.")
     chosen = [file for file in files if source.split in (_split_of(file), *_own_names(file))]
     wanted = _SPLIT_OF.get(source.split.lower(), source.split)

@@ -174,6 +174,36 @@ def test_excluded_files_are_left_out(corpus: Path) -> None:
         names(given, exclude=["*"])
 
 
+@pytest.mark.parametrize(
+    ("pattern", "near"),
+    [
+        ("c.txt", "*/c.txt would match"),
+        ("deep", "deep/* would match"),
+        ("dee", "*dee* would match"),
+        ("CORPUS/deep/c.txt", "deep/c.txt would match"),
+        ("*.xml", "remove it"),
+    ],
+)
+def test_a_pattern_that_leaves_nothing_out_is_refused(
+    pattern: str, near: str, corpus: Path
+) -> None:
+    exclude = ["b.jsonl", pattern.replace("CORPUS", str(corpus))]
+    given = SourceSettings(source=str(corpus), exclude=exclude)
+    with pytest.raises(
+        WrongInput,
+        match=rf"no file is named so \(a\.jsonl\.gz, b\.jsonl, \.\.\.\); {re.escape(near)}",
+    ):
+        find_source(given, "data.train[0].source", tell=print)
+    assert find_source(given), "of what was read before, as far as it is still there"
+
+
+def test_of_what_others_name_a_pattern_without_a_file_is_told() -> None:
+    told: list[str] = []
+    find_source(SourceSettings(source=STDLIB, exclude=["*.xml"]), tell=told.append)
+    assert len(told) == 1
+    assert "exclude has *.xml, and no file is named so" in told[0]
+
+
 def test_the_standard_library() -> None:
     files = find_source(SourceSettings(source=STDLIB))
     found = [file.name for file in files]
