@@ -63,7 +63,8 @@ def container_of(recipe: Recipe) -> EndpointContainer:
     it.
 
     Raises:
-        WrongInput: vLLM or Triton on a machine without an accelerator, which their images require.
+        WrongInput: vLLM or Triton on a machine without an accelerator, which their images require;
+            or a bound that Triton's backend of vLLM does not have.
     """
     serve, name = recipe.serve, recipe.registry_name
     match serve.engine:
@@ -84,6 +85,7 @@ def container_of(recipe: Recipe) -> EndpointContainer:
             )
         case "triton":
             _accelerators(serve)
+            _check_triton(serve)
             return EndpointContainer(
                 serve.image or TRITON_IMAGE,
                 ("tritonserver",),
@@ -117,6 +119,12 @@ SERVER_ARGUMENTS = (
     "tool_call_parser",
 )
 """Knobs of `serve` that our own server in a container is given as arguments."""
+NOT_BY_TRITON = {
+    "max_tokens": "each request says how many it wants",
+    "max_queue": "its queue has no bound",
+    "tool_call_parser": "it answers prompts, not chats",
+}
+"""Knobs of `serve` that vLLM inside Triton has nothing for, and what holds instead."""
 _QUIET = {"VLLM_NO_USAGE_STATS": "1"}
 VLLM_MODULE = "vllm.entrypoints.openai.api_server"
 
@@ -234,6 +242,8 @@ def triton_repository(
         "max_num_seqs": serve.max_batch,
         "tensor_parallel_size": _accelerators(serve),
         "generation_config": "vllm",
+        **({} if serve.prefix_cache_mb else {"enable_prefix_caching": False}),
+        **({"enforce_eager": True} if serve.eager else {}),
         **({"load_format": "runai_streamer"} if "://" in model else {}),
     }
     return {
@@ -346,6 +356,16 @@ def _accelerators(serve: Serve) -> int:
         return int(found[1])
     size = machine.type.rpartition("-")[2]
     return _G2.get(int(size), 1) if size.isdecimal() else 1
+
+
+def _check_triton(serve: Serve) -> None:
+    """Raises WrongInput if a knob is set that Triton behind an endpoint would not heed."""
+    changed = serve.model_dump(include=set(NOT_BY_TRITON), exclude_defaults=True)
+    for knob, value in changed.items():
+        raise WrongInput(
+            f"serve.{knob} {value} is not heeded by serve.engine triton on an endpoint:"
+            f" {NOT_BY_TRITON[knob]}; leave it out, or set serve.engine to vllm or native"
+        )
 
 
 def shell(words: Sequence[str], environment: Mapping[str, str]) -> str:

@@ -112,6 +112,24 @@ def test_only_triton_wants_more_than_the_model() -> None:
     assert json.loads(files["python-docs/1/model.json"])["model"] == "gs://b/m"
 
 
+def test_triton_is_given_what_vllm_takes_and_the_rest_is_refused() -> None:
+    machine = Machine(type="g2-standard-12")
+
+    def engine(**knobs: Any) -> dict[str, Any]:
+        files = triton_repository("x", Serve(machine=machine, **knobs), "gs://b/m", "vllm")
+        made: dict[str, Any] = json.loads(files["x/1/model.json"])
+        return made
+
+    plain = engine()
+    assert engine(prefix_cache_mb=0) == {**plain, "enable_prefix_caching": False}
+    assert engine(eager=True) == {**plain, "enforce_eager": True}
+    triton = ("serve.engine=triton", "serve.machine.type=g2-standard-12")
+    container_of(recipe(*triton, "serve.max_tokens=1024"))
+    for knob in ("max_tokens=5", "max_queue=1", "tool_call_parser=hermes"):
+        with pytest.raises(WrongInput, match=rf"serve\.{knob.replace('=', ' ')} is not heeded by"):
+            container_of(recipe(*triton, f"serve.{knob}"))
+
+
 def test_a_local_folder_is_not_streamed_from_a_bucket() -> None:
     files = triton_repository(
         "x", Serve(machine=Machine(type="g2-standard-12")), "/models/x", "vllm"

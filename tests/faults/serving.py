@@ -279,4 +279,12 @@ FAULTS = [
         "the page of the runs asks a model that needs a key as a kind that it is not",
         "tests/serve/http/test_playground.py",
     ),
+    Fault(
+        "triton-keeps-prefixes-anyway",
+        "ingot/config/serving.py",
+        '        **({} if serve.prefix_cache_mb else {"enable_prefix_caching": False}),\n',
+        "",
+        "an endpoint keeps what callers sent, though the recipe says that it keeps nothing",
+        "tests/config/test_serving.py",
+    ),
 ]
