@@ -4,7 +4,6 @@ bucket of `checkpoint.upload`; refuses to start if the recipe has changed.
 
 from __future__ import annotations
 
-import itertools
 import os
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -14,12 +13,10 @@ from typing import Any
 
 from ingot.base.environment import REPLICA_VARIABLE
 from ingot.base.errors import Failed, WrongInput
-from ingot.base.markers import fingerprint
 from ingot.base.masking import keys_hidden
 from ingot.base.progress import say
 from ingot.base.remote.replica import push
 from ingot.base.runfolder import RunFolder
-from ingot.base.storage import fsync_folder
 from ingot.checkpoints.mirror import (
     BucketMirror,
     fetch_due,
@@ -37,9 +34,8 @@ from ingot.config.identity import MAY_CHANGE, STOPPING, changes
 from ingot.config.recipe import Recipe
 from ingot.data.batches.order import sequence_position
 from ingot.parallel.mesh import Mesh
+from ingot.train.earlier import LEFT_OUT, bring_back, place_of, set_aside
 
-LEFT_OUT = "left_out.json"
-"""File in the run folder that lists the samples a roll-back has left out."""
 FIELDS = (
     *("identity", "finished", "run_id", "due", "learning_rate"),
     *("watched", "owed", "left_out", "skipped", "skipped_in_row", "begun"),
@@ -87,19 +83,26 @@ def find_start(
             return found
         if not found.commit["finished"]:
             raise _refused(run, found, identity, differ)
-    if found is not None:
         changed = "; ".join(changes(found.commit["identity"], identity))
         say(f"the recipe changed since the last training ({changed})")
-    place = _place_of(run, identity)
-    there = [] if fresh else committed(place / "checkpoints")
-    if there:  # asked before anything is moved
-        check_fields(there[0], reads)
-    else:
+    place = None if fresh else place_of(run, identity)
+    if place is None:
         before_anew()
-    if found is None and not fresh and not place.exists():
+        if found is not None or fresh:
+            set_aside(run, identity)
         return None
-    set_aside(run, found.commit["identity"] if found else identity)
-    return None if fresh else _bring_back(run, identity, reads)
+    check_fields(committed(place / "checkpoints")[0], reads)  # before anything is moved
+    set_aside(run, identity)
+    return find_start(  # compared like any other: the newest that is valid may be an older one
+        run,
+        identity,
+        fresh=False,
+        newest=bring_back(run, place),
+        allow=allow,
+        reads=reads,
+        on_change=on_change,
+        before_anew=before_anew,
+    )
 
 
 def resumable(
@@ -116,7 +119,8 @@ def resumable(
         before, now, differ = _compared(found, with_left_out)
         if all(_may_differ(key, before, now, allow) for key in differ):
             return found
-    return next(iter(committed(_place_of(run, identity) / "checkpoints")), None)
+    place = place_of(run, identity)
+    return None if place is None else committed(place / "checkpoints")[0]
 
 
 def _compared(
@@ -192,62 +196,6 @@ def _so_far(identity: Mapping[str, Any], found: CommittedCheckpoint) -> dict[str
         **keys_hidden(dict(identity)),
         "data.skip": [list(span) for span in identity.get("data.skip", []) if span[0] < place],
     }
-
-
-PARTS = ("metrics.jsonl", "tensorboard", LEFT_OUT, "checkpoints")
-"""What belongs to one training of a run folder. Checkpoints come last, and are moved last in either
-direction: a folder without them counts as logs only.
-"""
-
-
-def set_aside(run: RunFolder, identity: Mapping[str, Any]) -> None:
-    """Move checkpoints and their logs to `earlier/`, also the logs of a training that died before
-    its first checkpoint; nothing is deleted.
-    """
-    if not any((run.root / name).exists() for name in PARTS):
-        return
-    name = fingerprint(dict(identity))
-    places = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
-    place = next(
-        folder for folder in (earlier(run) / name for name in places) if not folder.exists()
-    )
-    _move(run.root, place)
-    say(f"the earlier training is set aside in {place}")
-
-
-def _bring_back(
-    run: RunFolder, identity: Mapping[str, Any], reads: Collection[str]
-) -> CommittedCheckpoint | None:
-    place = _place_of(run, identity)
-    if not place.exists():
-        return None
-    _move(place, run.root)
-    place.rmdir()
-    say(f"this recipe was trained before: {place} is brought back")
-    found = newest_valid(run.checkpoints)
-    if found is not None:
-        check_fields(found, reads)
-        set_damaged_aside(found)
-    return found
-
-
-def _place_of(run: RunFolder, identity: Mapping[str, Any]) -> Path:
-    """Where the training of this identity is set aside."""
-    return earlier(run) / fingerprint(dict(identity))
-
-
-def earlier(run: RunFolder) -> Path:
-    return run.root / "earlier"
-
-
-def _move(source: Path, target: Path) -> None:
-    """Move a training between folders."""
-    target.mkdir(parents=True, exist_ok=True)
-    for name in PARTS:
-        if (source / name).exists():
-            (source / name).rename(target / name)
-    fsync_folder(target)
-    fsync_folder(source)
 
 
 NOTED = (

@@ -21,9 +21,10 @@ from ingot.config.identity import MAY_CHANGE
 from ingot.config.recipe import Recipe
 from ingot.parallel.mesh import Mesh
 from ingot.train.checkpointing import CheckpointHook
+from ingot.train.earlier import LEFT_OUT
 from ingot.train.goodput import EventSink
 from ingot.train.hooks import TooManySkipped
-from ingot.train.resume import LEFT_OUT, check_fields
+from ingot.train.resume import check_fields
 from ingot.train.setup import TrainSetup
 
 Span = tuple[int, int]

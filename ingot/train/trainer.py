@@ -39,6 +39,7 @@ from ingot.tokenizers.familiar import why_unfamiliar
 from ingot.train.assembly import TrainingProcess, make_hooks, make_step_context, open_batches
 from ingot.train.automatic_layout import decided, starting_layout
 from ingot.train.build import TrainState, build_train_state, check_adapter, check_origin
+from ingot.train.earlier import finish_moves
 from ingot.train.finish import export_run, exported_files, take_best
 from ingot.train.goodput import (
     EventSink,
@@ -46,9 +47,7 @@ from ingot.train.goodput import (
     record_lost_time,
     since_created,
 )
-from ingot.train.hooks import (
-    TooManySkipped,
-)
+from ingot.train.hooks import TooManySkipped
 from ingot.train.interrupts import LeaveNow, PreemptionNotice, StopSignals, stacks_on_demand
 from ingot.train.micro_batch.search import with_fitting_micro_batch
 from ingot.train.optim.averaging import averaged_steps
@@ -65,9 +64,7 @@ from ingot.train.resume import (
 )
 from ingot.train.rollback import RolledBack, roll_back, with_left_out
 from ingot.train.setup import TrainSetup, make_setup
-from ingot.train.step import (
-    run_steps,
-)
+from ingot.train.step import run_steps
 
 LARGE = 20
 """Millions of weights from which on it matters how a step is computed."""
@@ -98,6 +95,8 @@ def train(recipe: Recipe, *, fresh: bool = False, planner: Planner | None = None
             notice = recipe.checkpoint.notice if here.local_rank == 0 else None
             closing.enter_context(PreemptionNotice(notice))
             closing.enter_context(stacks_on_demand(run.logs, here.rank))
+            if here.is_main:
+                finish_moves(run)
             if here.is_main and not fresh:
                 record_lost_time(run, events)
             heart.beat("loading")

@@ -1005,4 +1005,28 @@ FAULTS = [
         "what is due once an epoch comes long after its end where rows of it are left out",
         "tests/train/test_recurrence.py",
     ),
+    Fault(
+        "set-aside-after-the-new-recipe",
+        "ingot/train/earlier.py",
+        "name = _trained(run.checkpoints) or fingerprint(dict(identity))",
+        "name = fingerprint(dict(identity))",
+        "--fresh sets a training aside as the new recipe's, which cannot be brought back as its own",
+        "tests/train/test_earlier.py",
+    ),
+    Fault(
+        "brought-back-by-its-name",
+        "ingot/train/earlier.py",
+        'if _trained(at / "checkpoints") == name)',
+        'if committed(at / "checkpoints"))',
+        "another recipe's training is brought back and exported as this one's",
+        "tests/train/test_earlier.py",
+    ),
+    Fault(
+        "half-a-move-left",
+        "ingot/train/trainer.py",
+        "                finish_moves(run)\n",
+        "                pass\n",
+        "a kill while a training is moved leaves its logs here and its checkpoints there",
+        "tests/train/test_earlier.py",
+    ),
 ]

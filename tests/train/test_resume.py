@@ -25,6 +25,7 @@ from ingot.config.identity import training_identity, weights_identity
 from ingot.data.ingest import ingest
 from ingot.data.prepare import prepare
 from ingot.train import resume
+from ingot.train.earlier import earlier
 from ingot.train.trainer import train
 from tests.checkpoints.states import flip_bit
 from tests.markers import changed
@@ -161,7 +162,7 @@ def test_one_of_another_version_is_refused_before_anything_is_read_of_it(root: P
 def test_one_of_another_version_is_not_brought_back(tmp_path: Path) -> None:
     """The training that lies there now stays, and nothing is moved."""
     run, now, before = RunFolder(tmp_path), identity([], of="now"), identity([], of="before")
-    aside = RunFolder(resume.earlier(run) / fingerprint(before))
+    aside = RunFolder(earlier(run) / fingerprint(before))
     saved(aside, 2, before, finished=True)
     newest = saved(run, 3, now, finished=True)
     with pytest.raises(WrongInput, match=r"step-00000002 does not say rollout, so another version"):

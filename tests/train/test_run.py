@@ -29,7 +29,7 @@ from ingot.data.prepare import prepare
 from ingot.report.headline import trained_tokens
 from ingot.report.run_view import read_run
 from ingot.train import step as step_module
-from ingot.train.resume import set_aside
+from ingot.train.earlier import set_aside
 from ingot.train.trainer import train
 from tests import forks
 from tests.ranks import run_ranks

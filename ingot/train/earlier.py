@@ -1,0 +1,116 @@
+"""Earlier trainings of a run folder: each is set aside with its checkpoints and logs in a folder of
+`earlier/`, and brought back when its recipe is used again. Nothing is deleted.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ingot.base.markers import fingerprint
+from ingot.base.progress import say
+from ingot.base.remote.index import SET_ASIDE
+from ingot.base.runfolder import RunFolder
+from ingot.base.storage import fsync_folder
+from ingot.checkpoints.store import (
+    CommittedCheckpoint,
+    committed,
+    newest_valid,
+    set_damaged_aside,
+)
+
+LEFT_OUT = "left_out.json"
+"""File in the run folder that lists the samples a roll-back has left out."""
+PARTS = ("metrics.jsonl", "tensorboard", LEFT_OUT, "checkpoints")
+"""What belongs to one training of a run folder. Checkpoints come last, and are moved last in either
+direction: a folder without them counts as logs only.
+"""
+MOVING = ".moving"
+"""Suffix of a folder in `earlier/` while a training is moved into it or out of it."""
+
+
+def set_aside(run: RunFolder, identity: Mapping[str, Any]) -> None:
+    """Move checkpoints and their logs to `earlier/`, also the logs of a training that died before
+    its first checkpoint. The folder is named after the identity in the newest checkpoint; only
+    where nothing is committed after `identity`, that of the recipe.
+    """
+    if not any((run.root / name).exists() for name in PARTS):
+        return
+    name = _trained(run.checkpoints) or fingerprint(dict(identity))
+    names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+    place = next(at for at in (earlier(run) / name for name in names) if not at.exists())
+    _gather(run, place)
+    say(f"the earlier training is set aside in {place}")
+
+
+def place_of(run: RunFolder, identity: Mapping[str, Any]) -> Path | None:
+    """Where the training of this identity is set aside, the last one if there are several; None if
+    there is none. The markers of its checkpoints say whose a folder is, whatever it is called.
+    """
+    name = fingerprint(dict(identity))
+    places = sorted(earlier(run).glob(f"{name}*"), key=lambda place: (len(place.name), place.name))
+    return next((at for at in reversed(places) if _trained(at / "checkpoints") == name), None)
+
+
+def bring_back(run: RunFolder, place: Path) -> CommittedCheckpoint | None:
+    """Move the training in `place` to the run folder, where no other one is; returns its newest
+    valid checkpoint. Damaged ones that are newer are set aside.
+    """
+    moving = _moving(place)
+    place.rename(moving)
+    _move(moving, run.root)
+    moving.rmdir()
+    fsync_folder(earlier(run))
+    say(f"this recipe was trained before: {place} is brought back")
+    found = newest_valid(run.checkpoints)
+    if found is not None:
+        set_damaged_aside(found)
+    return found
+
+
+def finish_moves(run: RunFolder) -> None:
+    """Set a training aside that a killed process was moving, in either direction: one of which a
+    part lies here and a part there would be taken for none. `find_start` brings it back where it is
+    the recipe's.
+    """
+    for moving in sorted(earlier(run).glob(f"*{MOVING}")):
+        place = moving.with_name(moving.name.removesuffix(MOVING))
+        _gather(run, place)
+        say(f"a training was half moved when its process died; it is set aside in {place}")
+
+
+def earlier(run: RunFolder) -> Path:
+    return run.root / SET_ASIDE
+
+
+def _trained(checkpoints: Path) -> str | None:
+    """The fingerprint of the training whose newest checkpoint this is; None where there is none, or
+    one of another version of ingot.
+    """
+    newest = next(iter(committed(checkpoints)), None)
+    known = None if newest is None else newest.commit.get("identity")
+    return None if known is None else fingerprint(dict(known))
+
+
+def _gather(run: RunFolder, place: Path) -> None:
+    """Move what the run folder has of a training to `place`, which is called so once it has all."""
+    moving = _moving(place)
+    moving.mkdir(parents=True, exist_ok=True)
+    _move(run.root, moving)
+    moving.rename(place)
+    fsync_folder(earlier(run))
+
+
+def _moving(place: Path) -> Path:
+    return place.with_name(f"{place.name}{MOVING}")
+
+
+def _move(source: Path, target: Path) -> None:
+    """Move the parts of a training between folders."""
+    for name in PARTS:
+        if (source / name).exists() and not (target / name).exists():
+            (source / name).rename(target / name)
+    fsync_folder(target)
+    fsync_folder(source)
