@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ingot.base.errors import WrongInput, differing
+from ingot.base.errors import Failed, WrongInput, differing
 from ingot.base.markers import fingerprint
 from ingot.base.progress import say
 from ingot.base.reports import (
@@ -19,7 +19,7 @@ from ingot.base.reports import (
     file_sizes,
     write_report,
 )
-from ingot.base.storage import sha256_file
+from ingot.base.storage import sha256_file, stamp
 from ingot.config.models.source import (
     CONFIG,
     model_config,
@@ -51,6 +51,8 @@ from ingot.tokenizers.load import load_tokenizer
 from ingot.tokenizers.tokenizer import Tokenizer
 
 REPORT, EXAMPLES = "evaluate.json", "examples"
+_READ = (".safetensors", ".json", ".jinja", ".model", ".txt")
+"""Suffixes of the files that a model and its tokenizer are read from."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,8 @@ def evaluate(recipe: Recipe) -> VerbOutcome:
     Raises:
         WrongInput: there is no model or no prepared data, the two do not belong together, or a task
             cannot be measured.
-        Failed: the model gives numbers that are not finite, or data on the hub cannot be reached.
+        Failed: the model gives numbers that are not finite, data on the hub cannot be reached, or
+            another model came into its folder meanwhile.
     """
     check_held_out(recipe, "evaluate")
     with running_mesh(start_s=recipe.launch.start_s) as mesh:
@@ -82,6 +85,7 @@ def evaluate(recipe: Recipe) -> VerbOutcome:
         # An adapter's folder has neither tokenizer nor generation settings: it uses those of its
         # base.
         files_folder = base_folder(folder) if is_adapter(folder) else folder
+        before = mesh.from_main(lambda: _stamps(folder, files_folder))
         tokenizer = load_tokenizer(files_folder)
         _check_belongs(recipe, files_folder, tokenizer)
         ends_turn = stop_tokens(tokenizer) if recipe.documents in CHAT_TEMPLATED else []
@@ -109,7 +113,29 @@ def evaluate(recipe: Recipe) -> VerbOutcome:
         for sample, before in zip(samples, base_samples, strict=base is not None):
             sample["base"] = before["completion"]
         found = EvaluationResults(folder, tasks, base_tasks, samples)
-        return mesh.from_main(lambda: _write(recipe, found, _report(recipe, found, tokenizer)))
+
+        def written() -> VerbOutcome:
+            report = _report(recipe, found, tokenizer)
+            if _stamps(folder, files_folder) != before:
+                raise Failed(
+                    f"{folder} was changed while it was measured, so that these figures may not be"
+                    " of the model that it holds now; run `ingot evaluate` again"
+                )
+            return _write(recipe, found, report)
+
+        return mesh.from_main(written)
+
+
+def _stamps(*folders: Path) -> list[dict[str, Any]]:
+    """Size and time of all that is read of these folders. Another run may export into one
+    meanwhile; hashes would tell, too, and read weights that others exported a second time.
+    """
+    return [
+        stamp(str(file))
+        for folder in folders
+        for file in sorted(folder.glob("*"))
+        if file.suffix in _READ and file.name != REPORT and file.is_file()
+    ]
 
 
 def _measure_model(

@@ -15,9 +15,11 @@ from safetensors.torch import load_file, save_file
 
 from ingot.base.errors import Failed, IngotError, WrongInput
 from ingot.base.reports import EvaluationReport, VerbOutcome, read_report
+from ingot.base.storage import atomic_folder
 from ingot.config.models.weights import model_hash
 from ingot.config.recipe import Recipe
 from ingot.data.cleaning.documents import read_documents
+from ingot.evaluate import evaluate as evaluate_module
 from ingot.evaluate.evaluate import evaluate
 from ingot.tokenizers.load import load_tokenizer
 from tests import tolerances
@@ -65,6 +67,31 @@ def test_report_and_files(root: Path, capfd: pytest.CaptureFixture[str]) -> None
         "model/evaluate.json",
         "reports/examples/loss.parquet",
     }
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "ingot.json", "evaluate.json", "README.md"])
+def test_a_model_that_another_run_replaces_meanwhile_has_no_report(
+    name: str, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The figures are of the model that was opened, the hash is of the one that lies there at the
+    end. What nothing is read of may change.
+    """
+    recipe = with_model(root, **FULL)
+    model, complete = recipe.folder.model, evaluate_module.complete_prompts
+
+    def replacing(*given: Any) -> Any:
+        with atomic_folder(model) as new:
+            shutil.copytree(model, new, dirs_exist_ok=True)
+            (new / name).write_bytes(b"{}")
+        return complete(*given)
+
+    monkeypatch.setattr(evaluate_module, "complete_prompts", replacing)
+    if name in ("model.safetensors", "ingot.json"):
+        with pytest.raises(Failed, match=r"model was changed while it was measured.*again"):
+            evaluate(recipe)
+        assert not (recipe.folder.reports / "evaluate.json").exists()
+    else:
+        evaluate(recipe)
 
 
 def test_bits_per_byte_are_over_the_bytes_of_the_held_out_documents(root: Path) -> None:
