@@ -127,7 +127,7 @@ def weights_identity(recipe: Recipe) -> dict[str, str]:
             folders[knob] = named_folder(source, knob)
     if lora is not None and lora.adapter is not None:
         folders["model.lora.adapter"] = Path(lora.adapter)
-    weights = {f"{WEIGHTS_OF}{knob}": _weights_fingerprint(path) for knob, path in folders.items()}
+    weights = {f"{WEIGHTS_OF}{knob}": weights_fingerprint(path) for knob, path in folders.items()}
     return weights | rewards_identity(getattr(objective, "rewards", []))
 
 
@@ -141,11 +141,12 @@ def rewards_identity(rewards: Sequence[RewardSettings]) -> dict[str, str]:
         if path.is_file():
             found[f"{REWARDS_AS}{name}"] = sha256_file(path)
         elif path.is_dir():
-            found[f"{REWARDS_AS}{name}"] = _weights_fingerprint(model_folder(path))
+            found[f"{REWARDS_AS}{name}"] = weights_fingerprint(model_folder(path))
     return found
 
 
-def _weights_fingerprint(folder: Path) -> str:
+def weights_fingerprint(folder: Path) -> str:
+    """A fingerprint of a model folder's weights and configuration, of which it reads samples."""
     files = sorted([*folder.glob("*.safetensors"), *folder.glob("config.json")])
     return fingerprint({file.name: sampled_sha256(file) for file in files})
 

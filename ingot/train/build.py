@@ -13,10 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ingot.base.errors import WrongInput
+from ingot.base.errors import Failed, WrongInput
+from ingot.base.progress import say
 from ingot.checkpoints.collective import run_on_all
 from ingot.checkpoints.reader import load_checkpoint
 from ingot.checkpoints.store import CommittedCheckpoint
+from ingot.config.identity import WEIGHTS_OF, weights_fingerprint
 from ingot.config.models.content import CHANGED, QUANTIZE, read_lineage
 from ingot.config.models.source import CONFIG, model_config
 from ingot.config.models.weights import model_hash
@@ -201,13 +203,42 @@ def draft_model(
     return apply_wrappers(model, mesh, setup.wrapping)
 
 
+def check_source(setup: TrainSetup) -> None:
+    """Raises Failed if `model.source` came to hold other weights while they were read."""
+    folder = setup.model_spec.folder
+    if folder is not None and _source_changed(setup, folder):
+        raise Failed(
+            f"model.source {folder} was changed while it was read, so that nobody knows what would"
+            " be trained; run the same command again"
+        )
+
+
+def _source_changed(setup: TrainSetup, folder: Path) -> bool:
+    began = setup.identity.get(f"{WEIGHTS_OF}model.source")
+    return began is not None and weights_fingerprint(folder) != began
+
+
+def _base_hash(setup: TrainSetup, folder: Path) -> str:
+    """The hash of the model that training began with, which its folder may hold no longer: an
+    adapter must not be taken for one of what another run exported there meanwhile. Without a
+    record of its export it is the fingerprint of its weights, which no model has as its hash.
+    """
+    if not _source_changed(setup, folder):
+        return model_hash(folder)
+    say(
+        f"train: warning: {folder} holds another model than training began with, and what is"
+        " exported names that one; an adapter opens only once it lies there again"
+    )
+    return setup.source_hash or str(setup.identity[f"{WEIGHTS_OF}model.source"])
+
+
 def lineage(setup: TrainSetup, step: int) -> dict[str, Any]:
     """What `ingot.json` records about the origin of the exported model."""
     recipe, folder = setup.recipe, setup.model_spec.folder
     base = (
         None
         if setup.model_spec.random or folder is None
-        else {"source": recipe.model.source, "model_hash": model_hash(folder)}
+        else {"source": recipe.model.source, "model_hash": _base_hash(setup, folder)}
     )
     about: dict[str, Any] = {
         "run": recipe.name,

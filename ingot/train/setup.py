@@ -16,6 +16,7 @@ from ingot.base.errors import WrongInput
 from ingot.checkpoints.store import CommittedCheckpoint
 from ingot.config.degrees import Degrees
 from ingot.config.identity import training_identity, weights_identity
+from ingot.config.models.content import read_lineage
 from ingot.config.models.source import ModelKind, check_lora
 from ingot.config.recipe import Recipe
 from ingot.config.sections.objective import TWO_ROWS
@@ -161,6 +162,8 @@ class TrainSetup:
     """Step that takes the first rows of the data's order: `begin` where `origin` was trained in
     another order, of which its step says nothing here.
     """
+    source_hash: str | None = None
+    """The hash of the model that lay in `model.source`, as the record of its export says it."""
 
     @property
     def begun(self) -> dict[str, Any]:
@@ -219,6 +222,7 @@ def make_setup(recipe: Recipe, mesh: Mesh, *, fresh: bool = False) -> TrainSetup
     _check_tokenizer(recipe, prepared, tokenizer)
     if mesh.is_main and model_spec.folder is not None and not model_spec.random:
         check_own(recipe, tokenizer, model_spec.folder)
+    made = None if model_spec.folder is None else read_lineage(model_spec.folder)
     hiding = hiding_of(recipe, tokenizer)
     rows = _open_split(recipe, "train", hiding)
     holds_out = recipe.data.holds_out
@@ -253,6 +257,7 @@ def make_setup(recipe: Recipe, mesh: Mesh, *, fresh: bool = False) -> TrainSetup
         compute,
         identity,
         begun.data_begin,
+        (made or {}).get("model_hash"),
     )
 
 

@@ -38,7 +38,13 @@ from ingot.parallel.pipeline import parameter_counts
 from ingot.tokenizers.familiar import why_unfamiliar
 from ingot.train.assembly import TrainingProcess, make_hooks, make_step_context, open_batches
 from ingot.train.automatic_layout import decided, starting_layout
-from ingot.train.build import TrainState, build_train_state, check_adapter, check_origin
+from ingot.train.build import (
+    TrainState,
+    build_train_state,
+    check_adapter,
+    check_origin,
+    check_source,
+)
 from ingot.train.earlier import finish_moves
 from ingot.train.finish import export_run, exported_files, take_best
 from ingot.train.goodput import (
@@ -151,6 +157,7 @@ def _train_from_checkpoint(
         signals.leave_at_once(start.step if start else None)
         tables = reference_tables(setup, mesh)
         state = build_train_state(setup, start, tables, mesh)
+        mesh.from_main(lambda: check_source(setup))
         source = open_batches(setup, state, start, mesh)
         closing.callback(source.close)
         hooks = make_hooks(process, setup, state, source, start, closing)

@@ -1029,4 +1029,20 @@ FAULTS = [
         "a kill while a training is moved leaves its logs here and its checkpoints there",
         "tests/train/test_earlier.py",
     ),
+    Fault(
+        "base-as-it-lies-at-the-end",
+        "ingot/train/build.py",
+        "    if not _source_changed(setup, folder):\n",
+        "    if folder.is_dir():\n",
+        "an adapter is taken for one of what was exported in its base's place meanwhile",
+        "tests/train/test_chain.py",
+    ),
+    Fault(
+        "weights-of-another-base",
+        "ingot/train/trainer.py",
+        "        mesh.from_main(lambda: check_source(setup))\n",
+        "",
+        "a training begins with other weights than its checkpoints and its lineage name",
+        "tests/train/test_chain.py",
+    ),
 ]

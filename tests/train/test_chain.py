@@ -12,8 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ingot.base.errors import WrongInput
+from ingot.base.errors import Failed, WrongInput
 from ingot.config.models.presets import preset
+from ingot.config.models.weights import model_hash
 from ingot.config.recipe import Recipe
 from ingot.data.ingest import ingest
 from ingot.data.prepare import prepare
@@ -21,6 +22,9 @@ from ingot.models.hf.models import Encoder
 from ingot.models.kinds import open_model
 from ingot.pipeline.steps import step_named
 from ingot.tokenizers.load import load_tokenizer
+from ingot.train import trainer
+from ingot.train.build import build_train_state
+from ingot.train.finish import export_run
 from ingot.train.trainer import train
 from tests.objectives.ways import make_ready, recipe_of
 from tests.small import TINY_MODEL, small_recipe
@@ -123,6 +127,58 @@ def test_an_adapter_goes_on_beside_the_model_that_it_was_trained_with(root: Path
     with pytest.raises(WrongInput, match=r"with model\.config\.rope_theta=500\.0, and the recipe"):
         train(recipe(base, adapter))
     train(recipe(base, adapter, rope_theta=500.0))
+
+
+def test_an_adapter_names_the_model_that_it_was_trained_beside(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another run may export another model there: while the weights are read, which is refused, or
+    before the training ends.
+    """
+    first, kept, other = small_recipe(root), root / "kept", root / "other"
+    for seed, copy in ((0, kept), (5, other)):
+        train(small_recipe(root, seed=seed, train__steps=1))
+        shutil.copytree(first.folder.model, copy)
+    base = root / "base"
+
+    def put(model: Path, *, recorded: bool = True) -> None:
+        shutil.copytree(model, base, dirs_exist_ok=True)
+        if not recorded:
+            (base / "ingot.json").unlink()
+
+    def recipe(seed: int) -> Recipe:
+        return small_recipe(
+            root,
+            seed=seed,
+            model__source=str(base),
+            model__config=None,
+            model__lora="{rank: 2}",
+            train__steps=1,
+        )
+
+    def built(*given: Any) -> Any:
+        made = build_train_state(*given)
+        put(other)
+        return made
+
+    def exported(*given: Any) -> None:
+        put(other)
+        export_run(*given)
+
+    put(kept)
+    with monkeypatch.context() as meanwhile:
+        meanwhile.setattr(trainer, "build_train_state", built)
+        with pytest.raises(Failed, match=r"base was changed while it was read.*again"):
+            train(recipe(1))
+    monkeypatch.setattr(trainer, "export_run", exported)
+    for recorded in (True, False):
+        put(kept, recorded=recorded)
+        train(begun := recipe(2 + recorded))
+        assert "base holds another model than training began with" in capsys.readouterr().err
+        about = json.loads((begun.folder.adapter / "ingot.json").read_text())
+        assert (about["base"]["model_hash"] == model_hash(kept)) == recorded
+        with pytest.raises(WrongInput, match=r"was trained beside the model"):
+            open_model(begun.folder.adapter, device=torch.device("cpu"))
 
 
 def test_a_model_drawn_at_random_stops_at_the_tokens_of_its_own_vocabulary(root: Path) -> None:
