@@ -4,14 +4,15 @@ depend on neither layout, wrappers nor the optimizer's parameter numbering.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ingot.base.errors import WrongInput
 from ingot.models.parameters import local_tensor, shard_like
 from ingot.parallel.masters import Master, Masters
 from ingot.parallel.mesh import Mesh
@@ -21,11 +22,15 @@ MODEL, OPTIMIZER = "model.", "optimizer."
 
 def training_tensors(masters: Masters, optimizer: Optimizer | None) -> dict[str, Tensor]:
     """`model.NAME` for every trained parameter and buffer, and `optimizer.NAME.KEY` for the
-    optimizer state (`exp_avg`, ...) of a parameter, each sharded as the parameter is.
+    optimizer state of a parameter: sharded as the parameter is where it has its shape (`exp_avg`),
+    else whole on each rank (`step`).
 
     The tensors share memory with the training state. After loading into them call `copy_back`:
     values of a tensor on the host whose parameter is on a device may have been loaded into a copy.
     Frozen parameters (the base under an adapter) are left out; they come from the run's start.
+
+    Raises:
+        WrongInput: the optimizer has state that would not come back as it is.
     """
     return {
         name: tensor if master is None else master.spread(tensor)
@@ -47,39 +52,65 @@ def _local_tensors(
     """This rank's tensors by name, each with the `Master` whose sharding it has; None for what
     each rank has whole, such as Adam's step.
     """
+    state = {} if optimizer is None else optimizer.state
+    if any(state[key] for key in state.keys() - {master.tensor for master in masters}):
+        raise WrongInput(
+            "the optimizer has state of what is no trained parameter; keep it as tensors in the"
+            " state of its parameters, where checkpoints have it"
+        )
     for master in masters:
         yield MODEL + master.name, master.tensor.detach(), master
-        for key, value in (
-            sorted(optimizer.state.get(master.tensor, {}).items()) if optimizer is not None else ()
-        ):
-            if isinstance(value, Tensor):
-                yield (
-                    f"{OPTIMIZER}{master.name}.{key}",
-                    value,
-                    master if value.ndim or not master.tensor.ndim else None,
-                )
+        for key, value in sorted(state.get(master.tensor, {}).items(), key=str):
+            _check_kept(master, key, value)
+            is_alike = value.shape == master.tensor.shape
+            yield f"{OPTIMIZER}{master.name}.{key}", value, master if is_alike else None
     yield from ((MODEL + name, buffer, None) for name, buffer in masters.buffers.items())
 
 
-def allocate_state(masters: Masters, optimizer: Optimizer, stored: Iterable[str]) -> None:
+def _check_kept(master: Master, key: object, value: object) -> None:
+    """Raises WrongInput if a checkpoint cannot keep this part of a parameter's optimizer state."""
+    what = f"optimizer state {master.name}.{key}"
+    if not isinstance(key, str) or "." in key:
+        raise WrongInput(f"{what} has a key that is no name without a dot; give it another")
+    if not isinstance(value, Tensor):
+        raise WrongInput(f"{what} is of type {type(value).__name__}; make it a tensor")
+    if value.ndim and value.shape != master.tensor.shape and master.cut_along:
+        # Each rank would have one of its own, of its shard; another layout has other shards.
+        raise WrongInput(
+            f"{what} is {list(value.shape)}, and {master.name}, which is divided among ranks, is"
+            f" {list(master.tensor.shape)} here; give it that shape or make it a scalar, or train"
+            " with this optimizer where each rank has the whole weights"
+        )
+
+
+class StoredShape(Protocol):
+    """What is known of a stored tensor without reading it."""
+
+    @property
+    def size(self) -> torch.Size: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+
+def allocate_state(
+    masters: Masters, optimizer: Optimizer, stored: Mapping[str, StoredShape]
+) -> None:
     """Create zeroed state in a fresh optimizer for each stored key, so that `training_tensors` has
-    a tensor to load it into.
+    a tensor to load it into: what had the parameter's shape is this rank's shard, else it is whole.
     """
-    stored = set(stored)
-    for master in masters:
-        prefix = f"{OPTIMIZER}{master.name}."
-        for key in sorted(
-            full.removeprefix(prefix)
-            for full in stored
-            if full.startswith(prefix) and "." not in full.removeprefix(prefix)
-        ):
-            # A counter of steps is a scalar per parameter, and fused kernels want it on the
-            # parameter's device. State is float32 whatever the type of the weights.
-            tensor = master.tensor
-            shape = () if key.endswith("step") else tensor.shape
-            optimizer.state[tensor][key] = torch.zeros(
-                shape, dtype=torch.float32, device=tensor.device
-            )
+    by_name = {master.name: master for master in masters}
+    for full, about in sorted(stored.items()):
+        name, _, key = full.removeprefix(OPTIMIZER).rpartition(".")
+        if not full.startswith(OPTIMIZER) or name not in by_name:
+            continue
+        master, tensor = by_name[name], by_name[name].tensor
+        # Fused kernels want a counter of steps on the parameter's device, too.
+        optimizer.state[tensor][key] = torch.zeros(
+            tensor.shape if about.size == master.parameter.shape else about.size,
+            dtype=about.dtype,
+            device=tensor.device,
+        )
 
 
 def mismatches(tensors: Mapping[str, Tensor], there: Mapping[str, Any], mesh: Mesh) -> list[str]:

@@ -8,6 +8,7 @@ from typing import Any
 from ingot.base.runfolder import RunFolder
 from ingot.base.runlog import flush_lines
 from ingot.checkpoints.saver import Saved, Saver
+from ingot.checkpoints.state import training_tensors
 from ingot.checkpoints.store import retain
 from ingot.config.sections.checkpoint import Checkpoint
 from ingot.train.build import TrainState
@@ -47,16 +48,19 @@ class CheckpointHook:
         self.saved = first
         """The step of the newest checkpoint whose save has started."""
         self._last, self._averaged = last, averaged
-        self._due, self._is_saving = False, False
+        self._due, self._is_saving, self._has_begun = False, False, False
         # Only saves beside training copy the state, and want room for that.
-        self._prepared = knobs.best is None and not every.may_be_due(first, last)
+        self._copies = knobs.best is not None or every.may_be_due(first, last)
 
     def after_step(self, info: StepInfo) -> bool:
-        if not self._prepared:
-            self.saver.prepare(
-                self.train_state.masters, self.train_state.optimizer
-            )  # the optimizer has its state now
-            self._prepared = True
+        if not self._has_begun:
+            self._has_begun = True
+            masters, optimizer = self.train_state.masters, self.train_state.optimizer
+            # The optimizer has its state now. What no checkpoint can keep is refused before more
+            # steps are paid for.
+            training_tensors(masters, optimizer)
+            if self._copies:
+                self.saver.prepare(masters, optimizer)
         self._due = self._due or self.every.is_due(info.step)
         if self.stopper.refused is not None:
             self.finish(info.step)

@@ -1045,4 +1045,12 @@ FAULTS = [
         "a training begins with other weights than its checkpoints and its lineage name",
         "tests/train/test_chain.py",
     ),
+    Fault(
+        "state-takes-the-weights-shape",
+        "ingot/checkpoints/state.py",
+        "tensor.shape if about.size == master.parameter.shape else about.size,",
+        "tensor.shape,",
+        "state of another shape than its weight's makes checkpoints that no resume can read",
+        "tests/checkpoints/test_state.py",
+    ),
 ]
