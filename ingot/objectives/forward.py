@@ -4,7 +4,7 @@ evaluation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -51,6 +51,14 @@ def forward(
             extras,
         )
     return reduce_values(objective, values, on_device, sharing)
+
+
+def added(sums: Mapping[str, Tensor], more: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Sums of metrics with those of a further micro-batch; one that either does not have is 0
+    there.
+    """
+    zero = torch.zeros(())
+    return {name: sums.get(name, zero) + more.get(name, zero) for name in sorted({*sums, *more})}
 
 
 def first_pass(
@@ -178,9 +186,7 @@ class PipelinedBatches:
             self._objective, values, self._on_device[number], self._sharing
         )
         self._total = loss.detach() + (0.0 if self._total is None else self._total)
-        self._metric_sums = {
-            name: self._metric_sums.get(name, 0.0) + value for name, value in metrics.items()
-        }
+        self._metric_sums = added(self._metric_sums, metrics)
         return loss
 
     def sums(self) -> tuple[Tensor, dict[str, Tensor]]:

@@ -73,8 +73,8 @@ class Objective(Protocol):
     def reduce(
         self, values: Tensor, batch: Batch, all_sum: AllSum
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss summed over the targets of a micro-batch, and sums of
-        further metrics by name, without gradient.
+        """The loss summed over the targets of a micro-batch, and sums of further metrics by name,
+        without gradient: the same names for every micro-batch, 0 where it has nothing of one.
         """
         ...
 

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ingot.base.environment import Ranks, ranks
 from ingot.base.malloc import keep_freed_memory
+from ingot.base.markers import fingerprint
 from ingot.config.degrees import AXES, Degrees, degrees_of
 from ingot.config.sections.layout import Parallel
 from ingot.models.device import backend, pick_device, use_all_cores
@@ -147,6 +148,11 @@ class Mesh:
         rows[self.rank] = torch.tensor(numbers, dtype=torch.float64)
         everyone: list[list[float]] = self.all_sum(rows).tolist()
         return everyone
+
+    def is_same(self, value: object) -> bool:
+        """Whether every rank gives the same; the same answer on all. On the host, as `agree`."""
+        mine = float(int(fingerprint(value)[:12], 16))
+        return all(row == [mine] for row in self.gather([mine]))
 
     def from_main(self, call: Callable[[], T]) -> T:
         """Call on rank 0 and return the result on every rank; an exception is raised on

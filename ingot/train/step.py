@@ -25,7 +25,7 @@ from ingot.models.adapters.lora import lora_state
 from ingot.models.device import Compute
 from ingot.models.kinds import AnyModel
 from ingot.models.native.decoder import Decoder
-from ingot.objectives.forward import PipelinedBatches, first_pass, forward
+from ingot.objectives.forward import PipelinedBatches, added, first_pass, forward
 from ingot.objectives.protocol import Objective, TwoPassObjective
 from ingot.parallel.apply import last_micro_batch, sum_factor
 from ingot.parallel.masters import Masters
@@ -224,6 +224,8 @@ class StepContext:
         self.row_sharing = row_sharing(self.mesh)
         self.gradient_factor = sum_factor(self.module, self.mesh)
         """Factor that turns the gradients left by the wrapper into sums over ranks."""
+        self.metric_names: list[str] | None = None
+        """The objective's further metrics, known after the first step."""
 
 
 def run_steps(context: StepContext, first: int, last: int) -> LoopEnd:
@@ -258,6 +260,7 @@ def run_steps(context: StepContext, first: int, last: int) -> LoopEnd:
         for group in optimizer.param_groups if rate is not None else ():
             group["lr"] = rate * group.get("lr_factor", 1.0)
         loss_sum, metric_sums = accumulate_gradients(context, step, batches)
+        metric_sums = agreed_metrics(context, step, metric_sums)
 
         # Reduce: sums over ranks, divided once by the targets of the global batch.
         sums = mesh.losses.all_sum(torch.stack([loss_sum, *metric_sums.values()]))
@@ -358,8 +361,35 @@ def accumulate_gradients(
             loss_sum.backward()
         context.masters.accumulate()
         total += loss_sum.detach()
-        metric_sums = {name: metric_sums.get(name, 0.0) + value for name, value in metrics.items()}
+        metric_sums = added(metric_sums, metrics)
     return total, metric_sums
+
+
+def agreed_metrics(
+    context: StepContext, step: int, sums: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """The sums of the metrics that all ranks had in the first step, which are added up by position;
+    one that this rank's micro-batches have nothing of is 0.
+
+    Raises:
+        WrongInput: ranks had different ones in the first step, or this step has a new one.
+    """
+    names, mesh = context.metric_names, context.mesh
+    if names is None:
+        names = context.metric_names = sorted(sums)
+        if not mesh.losses.is_same(names):
+            raise WrongInput(
+                f"ranks have different metrics in step {step + 1:,} ({', '.join(names) or 'none'}"
+                f" on rank {mesh.rank}); the objective's reduce must give each with every"
+                " micro-batch, 0 where there is nothing"
+            )
+    if new := sorted(sums.keys() - set(names)):
+        raise WrongInput(
+            f"step {step + 1:,} is the first with the metric {new[0]}; the objective's reduce must"
+            " give each with every micro-batch, 0 where there is nothing"
+        )
+    zero = torch.zeros((), device=mesh.device)
+    return {name: sums.get(name, zero) for name in names}
 
 
 def _begin_micro_batch(context: StepContext, step: int, index: int, batch: Batch) -> None:
