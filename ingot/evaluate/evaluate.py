@@ -37,7 +37,7 @@ from ingot.evaluate.baselines import baselines, check_baselines
 from ingot.evaluate.generation import check_prompts, complete_prompts
 from ingot.evaluate.report import write_examples
 from ingot.evaluate.subject import EvalModel, TaskResult
-from ingot.evaluate.tasks import open_task
+from ingot.evaluate.tasks import measure_all, open_task
 from ingot.models.adapters.peft_config import is_adapter
 from ingot.models.device import device_name, resolve_compute
 from ingot.models.generation.generator import eos_ids
@@ -168,7 +168,7 @@ def _measure_model(
             f"evaluate: {folder}, {', '.join(opened)}, {compute} on"
             f" {ranks}{device_name(mesh.device)}"
         )
-    tasks = {name: item.measure(subject) for name, item in opened.items()}
+    tasks = measure_all(opened, subject)
     return tasks, mesh.from_main(lambda: complete_prompts(subject, prompts))
 
 

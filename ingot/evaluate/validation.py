@@ -19,7 +19,7 @@ from ingot.data.batches.loader import Batch, fixed_batches
 from ingot.data.batches.rows import IGNORE, Rows
 from ingot.data.batches.samples import Samples
 from ingot.evaluate.subject import EvalModel, EvaluationInterrupted
-from ingot.evaluate.tasks import open_task
+from ingot.evaluate.tasks import measure_all, open_task
 from ingot.models.device import Compute
 from ingot.objectives.forward import PipelinedBatches, first_pass, forward
 from ingot.objectives.protocol import Objective, TwoPassObjective
@@ -47,8 +47,8 @@ def validation_losses(
     rows. Collective, the same on every rank.
 
     Raises:
-        WrongInput: the rows have no targets. EvaluationInterrupted: `should_stop` returned True, on
-            every rank alike.
+        WrongInput: the rows have no targets, or ranks have different metrics.
+        EvaluationInterrupted: `should_stop` returned True, on every rank alike.
     """
     count = min(count, len(rows))
     data, sharing = mesh.data, row_sharing(mesh)
@@ -83,13 +83,21 @@ def validation_losses(
                 total, metrics = work.sums()
             else:
                 total, metrics = forward(model, objective, group[0], compute, device, sharing)
+            if "loss" in metrics:
+                raise WrongInput("the objective has a metric loss, as its own is named; rename it")
             for name, value in {"loss": total, **metrics}.items():
                 sums[name] += float(value)
             # Ranks that share rows (context) or layers (pipeline) share the target count too.
             targets += sum(objective.targets(batch) for batch in group) / (
                 mesh.context.world * mesh.pipeline.world
             )
-    names = list(sums)
+    names = sorted(sums)
+    if not mesh.losses.is_same(names):
+        raise WrongInput(
+            f"ranks have different metrics of the validation rows, {', '.join(names)} on rank"
+            f" {mesh.rank}; the objective's reduce must give each with every micro-batch, 0 where"
+            " there is nothing"
+        )
     *found, whole = mesh.losses.agree(*(sums[name] for name in names), targets)
     if not whole:
         raise WrongInput(
@@ -124,16 +132,17 @@ class TaskEvaluator:
     def __init__(self, subject: EvalModel, names: Sequence[str]) -> None:
         self._subject = subject
         tasks = [task for task in subject.recipe.tasks if task.name in names]
-        self._opened = [
-            open_task(task, subject.info, subject.recipe.train.evaluate_rows) for task in tasks
-        ]
+        self._opened = {
+            task.name: open_task(task, subject.info, subject.recipe.train.evaluate_rows)
+            for task in tasks
+        }
 
     def __call__(self) -> MetricValues:
         """Measure the model as it is now; it must be in evaluation mode. Collective: every rank
         calls it, all get the same result.
         """
         found: MetricValues = {}
-        for opened in self._opened:
-            for key, metric in opened.measure(self._subject).metrics.items():
+        for measured in measure_all(self._opened, self._subject).values():
+            for key, metric in measured.metrics.items():
                 found[key] = metric.value, metric.direction
         return found

@@ -14,6 +14,7 @@ from dataclasses import KW_ONLY, dataclass
 
 import torch
 
+from ingot.base.errors import WrongInput
 from ingot.base.heartbeat import HeartbeatWriter
 from ingot.base.progress import Progress
 from ingot.base.runlog import FailSafeSink, JsonLines
@@ -138,7 +139,6 @@ class LogHook:
             "train/examples_per_s": self._samples / seconds,
             "train/skipped_steps": float(self._skipped),
             **usage,
-            **{f"train/{name}": float(value) for name, value in info.outcome.metrics.items()},
         }
         if info.outcome.load is not None:
             values |= info.outcome.load.metrics()
@@ -148,6 +148,13 @@ class LogHook:
             values["train/mfu"] = reached / (
                 self.work.stated_peak or self._measured_peak.flops(reached)
             )
+        for name, value in info.outcome.metrics.items():
+            if f"train/{name}" in values:
+                raise WrongInput(
+                    f"the objective's metric {name} would be logged as train/{name}, which is"
+                    " ingot's own; give it another name in the objective's reduce"
+                )
+            values[f"train/{name}"] = float(value)
         for sink in self.sinks:
             sink.write(info.step, values)
         self._notes = {"loss": f"{loss:.3f}", **self.remarks(), "tokens/s": f"{rate:,.0f}"}

@@ -1053,4 +1053,28 @@ FAULTS = [
         "state of another shape than its weight's makes checkpoints that no resume can read",
         "tests/checkpoints/test_state.py",
     ),
+    Fault(
+        "metrics-of-the-last-micro-batch",
+        "ingot/objectives/forward.py",
+        "for name in sorted({*sums, *more})",
+        "for name in sorted(more)",
+        "a metric that some micro-batches lack is what the last of them has",
+        "tests/train/test_metrics.py",
+    ),
+    Fault(
+        "metric-in-the-place-of-ingots-own",
+        "ingot/train/hooks.py",
+        'if f"train/{name}" in values:',
+        "if name in values:",
+        "an objective's metric called loss is logged as the loss",
+        "tests/train/test_hooks.py",
+    ),
+    Fault(
+        "metric-of-two-tasks",
+        "ingot/evaluate/tasks/__init__.py",
+        "task_of.setdefault(key, name)) != name",
+        'task_of.setdefault(key, name)) == ""',
+        "of two tasks that call a metric alike, the report has one and names no other",
+        "tests/evaluate/tasks/test_several.py",
+    ),
 ]

@@ -11,6 +11,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from ingot.base.environment import Ranks
+from ingot.base.errors import WrongInput
 from ingot.base.heartbeat import TIME_USES, HeartbeatWriter
 from ingot.base.progress import Progress
 from ingot.base.runlog import JsonLines, read_lines
@@ -227,3 +228,17 @@ def test_a_tracker_is_sent_no_key_of_an_address(
     assert len(sent) == 3
     assert "5ecret" not in str(sent)
     assert str(sent).count("X-Amz-Signature=(hidden") == 3
+
+
+@pytest.mark.parametrize("name", ["loss", "lr", "skipped_steps"])
+def test_a_metric_of_an_objective_never_takes_the_place_of_ingots_own(
+    name: str, tmp_path: Path
+) -> None:
+    work, mesh = Workload(None, None, "fp32"), Mesh(Ranks(), torch.device("cpu"))
+    sinks = [JsonLines(tmp_path / "metrics.jsonl")]
+    hook = LogHook(sinks, Watched(), 1, 2, work, mesh, gpu=False, clock=lambda: 0.0)
+    zero = torch.tensor(0.0)
+    hook.after_step(StepInfo(1, 4, FULL, StepOutcome(zero, zero, zero, {"margin": zero}), 0.1))
+    with pytest.raises(WrongInput, match=f"metric {name} would be logged as train/{name}"):
+        hook.after_step(StepInfo(2, 4, FULL, StepOutcome(zero, zero, zero, {name: zero}), 0.1))
+    hook.close()

@@ -4,6 +4,9 @@ measured as often as needed. The kinds are registered in `ingot.config.doors`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from ingot.base.errors import WrongInput
 from ingot.config.sections.evaluation import TaskSettings
 from ingot.evaluate.subject import EvalModel, EvalModelInfo, OpenTask, TaskResult
 
@@ -35,3 +38,22 @@ def check(task: TaskSettings, model: EvalModelInfo | EvalModel) -> None:
 def measure(task: TaskSettings, subject: EvalModel) -> TaskResult:
     """Open the task and measure it. Collective: every rank calls it, all get the same result."""
     return open_task(task, subject.info).measure(subject)
+
+
+def measure_all(opened: Mapping[str, OpenTask], subject: EvalModel) -> dict[str, TaskResult]:
+    """Measure tasks by name, one after the other. Collective as `measure`.
+
+    Raises:
+        WrongInput: two tasks have a metric of one key; told before more tasks are measured.
+    """
+    found: dict[str, TaskResult] = {}
+    task_of: dict[str, str] = {}
+    for name, item in opened.items():
+        found[name] = item.measure(subject)
+        for key in found[name].metrics:
+            if (other := task_of.setdefault(key, name)) != name:
+                raise WrongInput(
+                    f"evaluate.tasks {other} and {name} both have a metric {key}; a task's metrics"
+                    f" are to be called {name}/..., as it is itself"
+                )
+    return found
