@@ -131,6 +131,21 @@ def weights_identity(recipe: Recipe) -> dict[str, str]:
     return weights | rewards_identity(getattr(objective, "rewards", []))
 
 
+def content_identity(recipe: Recipe) -> dict[str, Any]:
+    """The identity of a training and of the weights that it starts or learns from. A local folder is
+    told by what it holds alone: the same model under another path makes the same training.
+    """
+    knobs, weights = training_identity(recipe), weights_identity(recipe)
+    for key in weights:
+        section, *inner, name = key.removeprefix(WEIGHTS_OF).split(".")
+        place = knobs.get(section) if key.startswith(WEIGHTS_OF) else None
+        for each in inner:
+            place = place[each]
+        if place is not None and not place[name].startswith("hf:"):
+            del place[name]
+    return knobs | weights
+
+
 def rewards_identity(rewards: Sequence[RewardSettings]) -> dict[str, str]:
     """Fingerprints of the files and models that rewards name, by their paths: a function that was
     edited under the same name is another reward.
@@ -147,7 +162,8 @@ def rewards_identity(rewards: Sequence[RewardSettings]) -> dict[str, str]:
 
 def weights_fingerprint(folder: Path) -> str:
     """A fingerprint of a model folder's weights and configuration, of which it reads samples."""
-    files = sorted([*folder.glob("*.safetensors"), *folder.glob("config.json")])
+    names = ("*.safetensors", "config.json", "adapter_config.json")
+    files = sorted(file for name in names for file in folder.glob(name))
     return fingerprint({file.name: sampled_sha256(file) for file in files})
 
 

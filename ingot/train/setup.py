@@ -15,7 +15,7 @@ import torch
 from ingot.base.errors import WrongInput
 from ingot.checkpoints.store import CommittedCheckpoint
 from ingot.config.degrees import Degrees
-from ingot.config.identity import training_identity, weights_identity
+from ingot.config.identity import content_identity
 from ingot.config.models.content import read_lineage
 from ingot.config.models.source import ModelKind, check_lora
 from ingot.config.recipe import Recipe
@@ -229,8 +229,7 @@ def make_setup(recipe: Recipe, mesh: Mesh, *, fresh: bool = False) -> TrainSetup
     held_out = _open_split(recipe, "validation", hiding) if holds_out else rows
     check_formats(recipe, model_spec.kind, batch, mesh.degrees, compute, mesh.device)
     identity: dict[str, Any] = {
-        **training_identity(recipe),
-        **weights_identity(recipe),
+        **content_identity(recipe),
         "precision.compute": compute,
         "data": rows.fingerprint,
         "tokenizer": tokenizer.identity(),

@@ -399,9 +399,9 @@ FAULTS = [
     ),
     Fault(
         "teacher-trained-again",
-        "ingot/train/setup.py",
-        "**weights_identity(recipe),",
-        "",
+        "ingot/config/identity.py",
+        "return knobs | weights",
+        "return knobs",
         "what was learnt from a teacher's earlier weights is told as learnt from its new ones",
     ),
     Fault(

@@ -4,7 +4,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from ingot.checkpoints.store import (
     retain,
     step_folder,
 )
-from ingot.config.identity import training_identity, weights_identity
+from ingot.config.identity import changes, content_identity, training_identity, weights_identity
 from ingot.data.ingest import ingest
 from ingot.data.prepare import prepare
 from ingot.train import resume
@@ -193,6 +195,33 @@ def test_early_stopping_comes_and_goes_with_what_it_depends_on(
     otherwise = {**stopped, "train.evaluate_every": 3}
     with pytest.raises(WrongInput, match=r"train\.evaluate_every 2 -> 3; undo the change"):
         start(monkeypatch, stopped, otherwise, ("train.early_stop",))
+
+
+def test_a_model_under_another_path_makes_the_same_training(tmp_path: Path) -> None:
+    """Another model under the same path another one, and each name of the hub its own."""
+    for name in ("base", "moved", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text('{"model_type": "llama"}')
+        (tmp_path / name / "adapter_config.json").write_text(json.dumps({"r": len(name)}))
+        (tmp_path / name / "model.safetensors").write_bytes(b"other" if name == "other" else b"one")
+    (tmp_path / "moved" / "adapter_config.json").write_text('{"r": 4}')
+
+    def known(name: str) -> list[dict[str, Any]]:
+        path = tmp_path / name
+        kinds: list[dict[str, Any]] = [
+            {"model__source": path, "model__config": None},
+            {"objective": f"{{kind: distill, teacher: {path}}}"},
+            {"objective": f"{{kind: dpo, reference: {path}}}"},
+            {"model__lora": f"{{adapter: {path}}}"},
+        ]
+        return [content_identity(small_recipe(tmp_path, **knobs)) for knobs in kinds]
+
+    base, moved, other = known("base"), known("moved"), known("other")
+    assert base == moved
+    for before, now in zip(base, other, strict=True):
+        assert re.fullmatch(r"the weights of [a-z.]+ \w+ -> \w+", "; ".join(changes(before, now)))
+    (tmp_path / "moved" / "adapter_config.json").write_text('{"r": 8}')
+    assert known("moved")[3] != base[3], "an adapter is its configuration, too"
 
 
 def test_a_reward_that_was_edited_meanwhile_is_another_one(
