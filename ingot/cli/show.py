@@ -113,15 +113,20 @@ def samples(
     before training are beside those after it.
     """
     from ingot.base.console import console
+    from ingot.base.progress import say
     from ingot.base.reports import read_report
     from ingot.cli.console import run_folder
     from ingot.evaluate.report import show_completions, written_answers
+    from ingot.report.reading import other_model
     from ingot.report.tables import samples_of, show_samples
 
     folder = run_folder(*run)
     report = folder.reports / "evaluate.json"
     if not folder.samples.exists() and report.exists():
-        completed = read_report(report).samples
+        found = read_report(report)
+        if (other := other_model(folder, found)) is not None:
+            say(f"note: {other}")
+        completed = found.samples
         completed += written_answers(folder.reports / "examples", prompts)
         if not completed:
             raise WrongInput(f"{report} has no answers; set evaluate.prompts and evaluate again")

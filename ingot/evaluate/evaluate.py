@@ -338,8 +338,9 @@ def _write(recipe: Recipe, found: EvaluationResults, report: EvaluationReport) -
     examples = [run.reports / EXAMPLES / examples_file(name) for name in found.tasks]
     for path, (name, measured) in zip(examples, found.tasks.items(), strict=True):
         write_examples(path, measured.examples, found.base[name].examples if found.base else ())
+    of_another = f"{recipe.evaluate.model}: " if recipe.evaluate.model else ""
     return VerbOutcome(
-        _summary(report, recipe),
+        f"{of_another}{_summary(report, recipe)}",
         str(reports[0]),
         fingerprint(asdict(report)),
         file_sizes(run.root, [*reports, *examples]),

@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from rich.panel import Panel
@@ -29,7 +30,7 @@ from ingot.base.errors import (
 from ingot.base.markers import fingerprint
 from ingot.base.progress import say
 from ingot.base.reports import PipelineStepRecord, VerbOutcome, file_sizes, read_record
-from ingot.base.runfolder import RUN_LOCK, folder_lock
+from ingot.base.runfolder import RUN_LOCK, folder_lock, model_folder
 from ingot.base.runlog import record_event
 from ingot.base.server import ask, running_server
 from ingot.base.storage import write_atomic
@@ -186,8 +187,8 @@ def _describe_exit(ended: JobExit) -> str:
 
 
 def serve_and_query(recipe: Recipe, arguments: Sequence[str]) -> VerbOutcome:
-    """Serve the run's model on a free port and send `serve.prompt`; the answer is written to
-    `reports/predict.json`. The server is stopped before this returns.
+    """Serve the model that was registered on a free port and send `serve.prompt`; the answer is
+    written to `reports/predict.json`. The server is stopped before this returns.
 
     `arguments` are those of `ingot run`; only its options are passed to the server. Recipe files
     and overrides are in the resolved recipe already, and the first of them need not be the TARGET
@@ -203,12 +204,11 @@ def serve_and_query(recipe: Recipe, arguments: Sequence[str]) -> VerbOutcome:
         else {}
     )
     options = [argument for argument in arguments if argument.startswith("--")]
+    name, served = _registered(recipe)
     began = time.monotonic()
-    with running_server(
-        command(Job("serve", ("serve", str(run.recipe), "serve.port=0", *options)))
-    ) as url:
+    with running_server(command(Job("serve", ("serve", *served, "serve.port=0", *options)))) as url:
         up = time.monotonic()
-        answer = ask(url, *_serving_request(recipe), headers)
+        answer = ask(url, *_serving_request(recipe, name), headers)
         answered = time.monotonic()
     completion, more = _parse_answer_panel(answer)
     about = {
@@ -228,7 +228,19 @@ def serve_and_query(recipe: Recipe, arguments: Sequence[str]) -> VerbOutcome:
     )
 
 
-def _serving_request(recipe: Recipe) -> tuple[str, dict[str, Any]]:
+def _registered(recipe: Recipe) -> tuple[str, list[str]]:
+    """The name by which the model that was registered is served, and the arguments of `serve`: the
+    recipe, or the folder of `evaluate.model` with the recipe's settings.
+    """
+    if recipe.evaluate.model is None:
+        return recipe.name, [str(recipe.folder.recipe)]
+    folder = model_folder(Path(recipe.evaluate.model))
+    settings = recipe.serve.model_dump(mode="json", exclude_unset=True)
+    chosen = [f"serve.{knob}={json.dumps(value)}" for knob, value in settings.items()]
+    return folder.resolve().name, [str(folder), *chosen]
+
+
+def _serving_request(recipe: Recipe, name: str) -> tuple[str, dict[str, Any]]:
     """The route and request body for this kind of model: a chat for models tuned on chats, a
     completion for other decoders, a prediction for sequence-to-sequence models and classifiers.
     """
@@ -240,8 +252,8 @@ def _serving_request(recipe: Recipe) -> tuple[str, dict[str, Any]]:
     if temperature:
         sampling["seed"] = recipe.seed
     if recipe.serve.engine == "triton":
-        return triton_route(recipe.name), triton_question(recipe.first_prompt, sampling)
-    request: dict[str, Any] = {"model": recipe.name, **sampling}
+        return triton_route(name), triton_question(recipe.first_prompt, sampling)
+    request: dict[str, Any] = {"model": name, **sampling}
     if recipe.documents in CHAT_TEMPLATED:
         return "/v1/chat/completions", {
             **request,

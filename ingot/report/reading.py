@@ -14,6 +14,8 @@ import yaml
 
 from ingot.base.errors import IngotError
 from ingot.base.reports import EvaluationReport, PipelineStepRecord, did_not_end, read_record
+from ingot.base.runfolder import RunFolder
+from ingot.config.models.content import read_lineage
 from ingot.report.metrics import is_number
 
 Value = TypeVar("Value")
@@ -49,15 +51,34 @@ def read_records(folder: Path) -> tuple[list[PipelineStepRecord], set[str]]:
     return [record for record in timed if str(record.step) not in earlier], earlier
 
 
-def left_out(doubt: str | None, earlier: set[str]) -> list[str]:
+def other_model(run: RunFolder, report: EvaluationReport | None) -> str | None:
+    """That the evaluation in `run` is not about its model, and about which, in words; None where it
+    is, or there is none. Whatever tells figures of a run asks this first.
+    """
+    if report is None:
+        return None
+    records, earlier = read_records(run.steps)
+    evaluated = next((one.knobs for one in records if one.step == "evaluate"), {})
+    named = mapping(evaluated.get("knobs", {})).get("evaluate.model")
+    made, measured = read_lineage(run.model), report.model_hash
+    if did_not_end(run.steps, "train"):
+        is_own = False
+    elif made is None:
+        is_own = not run.metrics.exists() or any(one.step == "train" for one in records)
+    else:
+        is_own = made.get("model_hash", measured) == measured
+    if is_own and "evaluate" not in earlier:
+        return None
+    told = f"{named}, not about the model of this run" if named else "a model that lay here before"
+    return f"reports/evaluate.json is about {told}"
+
+
+def left_out(doubt: str | None, other: str | None) -> list[str]:
     """Why the model's lineage or its measures are not told, though they are there."""
     if doubt is not None:
         return [f"{doubt}; it, and what was measured and decided of it, is left out here"]
-    if "evaluate" in earlier:
-        return [
-            "reports/evaluate.json is about a model that lay here before, and is left out; `ingot"
-            " evaluate` measures this one"
-        ]
+    if other is not None:
+        return [f"{other}, and is left out; `ingot evaluate` measures this one"]
     return []
 
 

@@ -25,7 +25,15 @@ from ingot.report.formatting import median, timestamp
 from ingot.report.goodput import Goodput, goodput
 from ingot.report.life import ENDS, FAILED, at_work, last_beat, last_changed, last_sign, saved_step
 from ingot.report.metrics import MEMORY, MetricsFile, is_number
-from ingot.report.reading import Reading, left_out, mapping, read_json, read_records, sanitized
+from ingot.report.reading import (
+    Reading,
+    left_out,
+    mapping,
+    other_model,
+    read_json,
+    read_records,
+    sanitized,
+)
 
 CURVES = (
     "train/loss",
@@ -251,11 +259,11 @@ def read_run(run: RunFolder, doing: str = "", metrics: MetricsFile | None = None
     records, earlier = read_records(run.steps)
     doubt = earlier_model(run)
     lineage = read_or_note(run.model / "ingot.json", read_json) or {} if doubt is None else {}
-    evaluation = None
-    if "evaluate" not in earlier:
-        evaluation = read_or_note(
-            run.reports / "evaluate.json", lambda path: sanitized(read_report(path))
-        )
+    evaluation = read_or_note(
+        run.reports / "evaluate.json", lambda path: sanitized(read_report(path))
+    )
+    if (other := other_model(run, evaluation)) is not None:
+        evaluation, earlier = None, {*earlier, "gate", "serve"}
     running, beat = bool(doing) or at_work(run), last_beat(run)
     return RunView(
         name=str(recipe.get("name") or run.root.resolve().name),
@@ -287,7 +295,7 @@ def read_run(run: RunFolder, doing: str = "", metrics: MetricsFile | None = None
         changed=last_changed(run),
         last_sign=last_sign(beat, events, metrics.times[-1:]),
         unread=read_or_note.notes,
-        left_out=left_out(doubt, earlier),
+        left_out=left_out(doubt, other),
     )
 
 

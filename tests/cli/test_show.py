@@ -243,6 +243,9 @@ def test_samples_of_an_evaluation_are_shown_side_by_side(
     assert first.index("as it was") < first.index(report.samples[0]["completion"].split()[0])
     assert samples([str(run.root)], as_json=True) == 0
     assert json.loads(capsys.readouterr().out)["samples"] == report.samples
+    write_report(path, replace(report, model_hash="another"))
+    assert samples([str(run.root)]) == 0
+    assert "evaluate.json is about a model that lay here before" in capsys.readouterr().err
     report.samples.clear()
     write_report(path, report)
     with pytest.raises(WrongInput, match=r"set evaluate\.prompts"):

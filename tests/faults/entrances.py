@@ -647,4 +647,12 @@ FAULTS = [
         "the table of runs shows neither step nor loss of a training whose lines are long",
         "tests/report/test_metrics.py",
     ),
+    Fault(
+        "figures-of-another-model",
+        "ingot/report/reading.py",
+        'made.get("model_hash", measured) == measured',
+        "True",
+        "a page has this training's parameters and another model's figures",
+        "tests/report/test_page.py",
+    ),
 ]

@@ -84,6 +84,18 @@ def test_overrides_may_come_first(server: Server, arguments: list[str]) -> None:
     assert (found.recipe.serve.max_queue, found.recipe.serve.max_batch) == (3, 2)
 
 
+def test_the_model_that_was_measured_and_registered_is_asked(server: Server) -> None:
+    a_model(Path("runs/other/model"), "b")
+    for given in ("runs/other", "runs/other/model"):
+        recipe = written(["r.yaml", f"evaluate.model={given}", "serve.max_queue=3"])
+        ask.serve_and_query(recipe, ["r.yaml"])
+        target, *settings = server.command[server.command.index("serve") + 1 :]
+        found = find_target(target, settings)
+        assert (found.name, found.folder) == ("model", Path("runs/other/model"))
+        assert found.recipe.serve == recipe.serve.model_copy(update={"port": 0})
+        assert server.asked["model"] == found.name
+
+
 def test_no_more_is_asked_for_than_the_server_gives(server: Server) -> None:
     ask.serve_and_query(written(["r.yaml", "serve.max_tokens=8"]), ["r.yaml", "serve.max_tokens=8"])
     assert server.asked["max_tokens"] == 8
@@ -94,7 +106,7 @@ def test_no_more_is_asked_for_than_the_server_gives(server: Server) -> None:
 def test_a_model_of_chats_is_asked_as_in_a_chat(server: Server) -> None:
     """The last answer through the server, and the samples before it."""
     recipe = written(["r.yaml", "objective.kind=sft"])
-    route, body = ask._serving_request(recipe)
+    route, body = ask._serving_request(recipe, recipe.name)
     assert route == "/v1/chat/completions"
     assert body["messages"] == [{"role": "user", "content": "What can you do?"}]
     tokenizer = train_bpe(["the quick brown fox"] * 20, 300)

@@ -28,6 +28,7 @@ from ingot.base.runlog import append_line
 from ingot.report.headline import trained_tokens
 from ingot.report.page import write_page
 from ingot.report.run_view import read_run
+from ingot.report.tables import show_runs
 from tests.report.made_up import PROMPTS, made_up_run
 from tests.report.seen import HOLD, Page, check_harmless
 
@@ -392,6 +393,35 @@ def test_measures_of_the_model_before_are_not_told_of_one_trained_since(run: Run
     assert "about a model that lay here before" in Page(write_page(run)).text
 
 
+@pytest.mark.parametrize("measured", [None, "pv3"])
+def test_figures_of_another_model_are_not_told_of_this_one(
+    run: RunFolder, measured: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whether `evaluate.model` names it, or it lay here before and nothing was measured since."""
+    report = read_report(run.reports / "evaluate.json")
+    write_report(run.reports / "evaluate.json", replace(report, model_hash="another"))
+    record = read_record(run.steps, "evaluate")
+    assert record is not None
+    if measured is None:
+        begin_record(run.steps, "evaluate")
+    else:
+        write_record(run.steps, replace(record, knobs={"knobs": {"evaluate.model": measured}}))
+    view, page = read_run(run), Page(write_page(run))
+    assert (view.evaluation, view.gate, view.answer, view.examples) == (None, None, None, [])
+    assert view.lineage
+    assert "bits for each byte" not in page.text
+    told = f"{measured}, not about" if measured else "a model that lay here before"
+    assert f"reports/evaluate.json is about {told}" in page.text
+    show_runs(run.root.parent)
+    assert "2.258" not in capsys.readouterr().out
+    (run.model / "ingot.json").unlink()
+    assert read_run(run).evaluation is not None, "it was about the model that is gone"
+    (run.steps / "train.json").unlink()
+    assert read_run(run).evaluation is None, "training goes on, and has no model yet"
+    run.metrics.unlink()
+    assert read_run(run).evaluation is not None, "nothing is trained here"
+
+
 @pytest.mark.parametrize(("kind", "told"), [("sft", True), ("dpo", False), ("grpo", False)])
 def test_a_loss_is_of_tokens_where_the_objective_counts_them(
     run: RunFolder, kind: str, told: bool
@@ -468,7 +498,8 @@ def test_the_base_model_what_is_simple_and_every_item_stand_beside(run: RunFolde
     metrics = {**report.metrics, "rouge/rouge1": Metric(0.3341, 0.3, 0.36, "higher", 200, "s")}
     baselines = {**report.baselines, "rouge/rouge1/first_line": 0.1234}
     write_report(
-        run.reports / "evaluate.json", EvaluationReport("m", "t", metrics, baselines, [], base)
+        run.reports / "evaluate.json",
+        EvaluationReport(report.model_hash, "t", metrics, baselines, [], base),
     )
     (run.reports / "examples").mkdir()
     for name in ("loss", "odd name", "sets%2Fown"):
