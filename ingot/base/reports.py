@@ -22,7 +22,8 @@ class VerbOutcome:
 
     `result` is one short phrase for the table, `where` the path to look at, `outputs` a fingerprint
     of what was made (equal outputs leave later steps unchanged), `files` the paths (relative to the
-    run folder) that must keep their sizes for the step to count as done.
+    run folder) that must keep their sizes for the step to count as done, `parts` fingerprints of
+    what a later step may read of it alone.
     """
 
     result: str
@@ -30,6 +31,7 @@ class VerbOutcome:
     outputs: str
     files: dict[str, int] = field(default_factory=dict)
     exit_code: int = 0
+    parts: dict[str, str] = field(default_factory=dict)
 
 
 def file_sizes(root: Path, paths: Iterable[Path]) -> dict[str, int]:
@@ -68,6 +70,11 @@ class PipelineStepRecord:
     knobs: dict[str, Any] = field(default_factory=dict)
     files: dict[str, int] = field(default_factory=dict)
     exit_code: int = 0
+    parts: dict[str, str] = field(default_factory=dict)
+
+    def of(self, parts: Iterable[str]) -> str | dict[str, str | None]:
+        """The fingerprint of these `parts` of the output, or of all of it if none are named."""
+        return {part: self.parts.get(part) for part in parts} or self.outputs
 
 
 BEGUN = '{"begun": true}\n'

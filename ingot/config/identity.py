@@ -61,7 +61,10 @@ MAY_CHANGE: tuple[Changeable, ...] = typing.get_args(Changeable)
 """Those of them that `resume.allow` may name: results differ from then on, but it is still the same
 training.
 """
-STOPPING = ("train.evaluate_every", "train.evaluate_rows", "train.average.evaluate", "evaluate.")
+STOPPING = (
+    *("train.evaluate_every", "train.evaluate_rows", "train.average.evaluate", "evaluate."),
+    "held_out",
+)
 """How those begin that are included only with `train.early_stop`, and come and go with it."""
 WEIGHTS_OF = "the weights of "
 """Before the knob that names them, in the keys of `weights_identity`."""
@@ -167,7 +170,11 @@ def weights_fingerprint(folder: Path) -> str:
     return fingerprint({file.name: sampled_sha256(file) for file in files})
 
 
-CALLED = {"data": "the prepared data", "tokenizer": "the tokenizer"}
+CALLED = {
+    "data": "the prepared data",
+    "held_out": "the held-out data",
+    "tokenizer": "the tokenizer",
+}
 """What is in an identity without being a knob, in words."""
 SOURCE_WEIGHTS = "data.train.weight"
 

@@ -32,7 +32,7 @@ from ingot.data.columns.manifest import (
     PreparedData,
     PreparedSource,
     column_dtype,
-    data_identity,
+    data_identities,
     prefix_of,
     set_identity,
     write_prepared,
@@ -107,7 +107,7 @@ def _prepare(recipe: Recipe, raw: RawData, engine: Engine) -> VerbOutcome:
         tokenizer=identity,
         template=tokenizer.template_identity,
         vocab_size=tokenizer.vocab_size,
-        data=data_identity(files, identity),
+        data=data_identities(files, SPLITS, identity),
         sets={split: set_identity(sources) for split, sources in splits.items()},
         closing=len(tokenizer.frame[1]),
         opening=len(tokenizer.frame[0]),
@@ -139,8 +139,9 @@ def _prepare(recipe: Recipe, raw: RawData, engine: Engine) -> VerbOutcome:
         f"{_in_words(tokens)} tokens{_in_no_row(recipe, packed, tokens)},"
         f" vocabulary {tokenizer.vocab_size:,}",
         str(run.columns),
-        prepared.data,
+        prepared.identity,
         file_sizes(run.root, paths),
+        parts=dict(prepared.data),
     )
 
 

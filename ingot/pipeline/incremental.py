@@ -190,6 +190,7 @@ def _recorded(
         found.reads,
         outcome.files,
         outcome.exit_code,
+        outcome.parts,
     )
     if is_main:
         write_record(recipe.folder.steps, record)
@@ -220,9 +221,10 @@ def step_inputs(
     `last`, the record of its last run, answers for what cannot be asked now.
     """
     reads: dict[str, Any] = {"verb": step.verb, "knobs": step.knobs(recipe)}
+    parts = step.parts(recipe)
     for verb in step.after(recipe):
         record = read_record(recipe.folder.steps, verb)
-        reads[f"from {verb}"] = record.outputs if record else None
+        reads[f"from {verb}"] = record.of(parts.get(verb, ())) if record else None
     if folders := step.folders(recipe):
         known = {} if last is None else last.knobs.get("folders", {})
         reads["folders"] = {

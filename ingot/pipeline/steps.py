@@ -7,7 +7,7 @@ in no list, so that changing it runs nothing again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,8 @@ class PipelineStep:
     """The knobs the step reads, with their values, under the names that users type."""
     after: Callable[[Recipe], tuple[str, ...]] = lambda recipe: ()
     """The steps whose outputs it reads."""
+    parts: Callable[[Recipe], Mapping[str, tuple[str, ...]]] = lambda recipe: {}
+    """By step, the parts of its outputs that are read, where that is not all of them."""
     folders: Callable[[Recipe], list[str]] = lambda recipe: []
     """What it reads outside the run folder (models, tokenizers, task items): folders, files, globs,
     bucket URLs.
@@ -225,6 +227,14 @@ def _evaluated(recipe: Recipe) -> tuple[str, ...]:
     return ("prepare",) if recipe.evaluate.model else ("prepare", "train")
 
 
+def _trained_on(recipe: Recipe) -> dict[str, tuple[str, ...]]:
+    """The splits that decide the weights: held-out rows only where they can end the training. That
+    others would have been held out since trains nothing anew.
+    """
+    stops = recipe.train.early_stop is not None and recipe.data.holds_out
+    return {"prepare": ("train", "validation") if stops else ("train",)}
+
+
 def _local(source: str | None) -> list[str]:
     """The folder or file of `source` if it is a local one, rather than a hub name or a preset."""
     path = Path(source or "")
@@ -283,9 +293,16 @@ def _training_folders(recipe: Recipe) -> list[str]:
 
 STEPS = (
     PipelineStep("ingest", _ingest),
-    PipelineStep("prepare", _prepare, _depends_on("ingest"), _prepared_with),
-    PipelineStep("train", _train, _depends_on("prepare"), _training_folders, distributed=True),
-    PipelineStep("evaluate", _evaluate, _evaluated, _evaluated_folders, distributed=True),
+    PipelineStep("prepare", _prepare, _depends_on("ingest"), folders=_prepared_with),
+    PipelineStep(
+        "train",
+        _train,
+        _depends_on("prepare"),
+        _trained_on,
+        _training_folders,
+        distributed=True,
+    ),
+    PipelineStep("evaluate", _evaluate, _evaluated, folders=_evaluated_folders, distributed=True),
     PipelineStep("gate", _gate, _depends_on("evaluate")),
     PipelineStep("register", _register, _depends_on("train", "evaluate", "gate")),
     PipelineStep("serve", _serve, _depends_on("train", "register")),

@@ -188,7 +188,11 @@ def _sources(
     """The sources of the columns that were trained on; None if those are gone."""
     record = read_record(run.steps, "prepare")
     manifest = keys_hidden(_json(run.columns / "manifest.json"))
-    known = record is not None and record.outputs == made.get("data") and "splits" in manifest
+    known = (
+        record is not None
+        and record.parts.get("train") == made.get("data")
+        and "splits" in manifest
+    )
     licenses = {keys_hidden(source): name for source, name in options.data_licenses.items()}
     found = [
         DataSource(

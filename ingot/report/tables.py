@@ -292,9 +292,7 @@ def comparable(views: Iterable[RunView], name: str) -> bool:
     knobs = ["objective", "data.seq_len", *["train.evaluate_rows"] * (name == LAST_HELD_OUT)]
     if any(view.knob(knob) != views[0].knob(knob) for view in views for knob in knobs):
         return False
-    if name == LAST_HELD_OUT and all(_sets([view], "loss/loss") for view in views):
-        return len(_sets(views, "loss/loss")) == 1  # of the same documents
-    data = [_data_of(view) for view in views]
+    data = [_data_of(view, held_out=name == LAST_HELD_OUT) for view in views]
     if all(data):
         return len(set(data)) == 1
     # Of a run that lies here without its data and a model: by what it was asked to read.
@@ -302,12 +300,14 @@ def comparable(views: Iterable[RunView], name: str) -> bool:
     return all(each == asked[0] for each in asked)
 
 
-def _data_of(view: RunView) -> str | None:
-    """The identity of the data that a run is trained on, which its model keeps."""
-    if data := view.lineage.get("data"):
+def _data_of(view: RunView, *, held_out: bool) -> str | None:
+    """The identity of the data that a run is trained or was measured on, which its model keeps."""
+    if data := view.lineage.get("held_out" if held_out else "data"):
         return str(data)
     with contextlib.suppress(WrongInput):  # of a newer ingot
-        return (read_marker(RunFolder(view.root).columns, "manifest.json") or {}).get("data")
+        manifest = read_marker(RunFolder(view.root).columns, "manifest.json") or {}
+        data: dict[str, str] = manifest.get("data", {})
+        return data.get("validation" if held_out else "train")
     return None
 
 

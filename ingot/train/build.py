@@ -259,6 +259,8 @@ def lineage(setup: TrainSetup, step: int) -> dict[str, Any]:
         about[QUANTIZE] = recipe.model.quantize.model_dump()
     if setup.origin is not None:
         about["start_from"] = {"checkpoint": str(setup.origin.folder), "step": setup.origin.step}
+    if recipe.data.holds_out:
+        about["held_out"] = setup.held_out.fingerprint
     return {**about, "base": base, "data": setup.rows.fingerprint}
 
 

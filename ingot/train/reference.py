@@ -97,9 +97,10 @@ def reference_tables(setup: TrainSetup, mesh: Mesh) -> Tables | None:
         return model[0]
 
     rows = (setup.rows, setup.held_out)
-    identity = _identity(setup, model_spec)
+    about = _about(setup, model_spec)
     paths = [
-        recipe.folder.reference / f"{split}-{identity}.npy" for split in ("train", "validation")
+        recipe.folder.reference / f"{split}-{fingerprint({**about, 'data': each.fingerprint})}.npy"
+        for split, each in zip(("train", "validation"), rows, strict=True)
     ]
     made = [_table(*each, setup, mesh, opened) for each in zip(rows, wanted, paths, strict=True)]
     model.clear()
@@ -148,8 +149,8 @@ def _starts_elsewhere(setup: TrainSetup, model_spec: ModelSpec) -> bool:
     )
 
 
-def _identity(setup: TrainSetup, model_spec: ModelSpec) -> str:
-    """A fingerprint of everything that determines the numbers in a table."""
+def _about(setup: TrainSetup, model_spec: ModelSpec) -> dict[str, Any]:
+    """Everything that determines the numbers in a table, but for the rows of its split."""
     weights: dict[str, Any]
     if _starts_elsewhere(setup, model_spec) and setup.origin is not None:
         weights = {"checkpoint": setup.origin.commit["files"]}
@@ -161,14 +162,13 @@ def _identity(setup: TrainSetup, model_spec: ModelSpec) -> str:
     # The configuration is included because `model.config` may override what the weights came with.
     about = {
         "config": model_spec.config.to_hf(),
-        "data": setup.rows.fingerprint,
         "seq_len": setup.recipe.data.seq_len,
         "truncate": setup.recipe.data.truncate,
         "compute": setup.compute,
         "master": setup.recipe.precision.master,
         "quantize": None if knobs is None else [knobs.kind, knobs.double],
     }
-    return fingerprint({**weights, **about})
+    return {**weights, **about}
 
 
 def _quantized(setup: TrainSetup, model_spec: ModelSpec) -> Quantize | None:

@@ -232,6 +232,7 @@ def make_setup(recipe: Recipe, mesh: Mesh, *, fresh: bool = False) -> TrainSetup
         **content_identity(recipe),
         "precision.compute": compute,
         "data": rows.fingerprint,
+        **({"held_out": held_out.fingerprint} if holds_out and recipe.train.early_stop else {}),
         "tokenizer": tokenizer.identity(),
     }
     if isinstance(optimizer := recipe.train.optimizer, Muon):

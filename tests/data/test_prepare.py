@@ -98,7 +98,7 @@ def test_columns_are_the_tokenizers_documents(tmp_path: Path, source: Path) -> N
         == f"{sum(len(record) for split in ('train', 'validation') for record in records(small, split)) / 1e3:.1f}"
         " k tokens, vocabulary 280"
     )
-    assert outcome.outputs == manifest.data
+    assert (outcome.outputs, outcome.parts) == (manifest.identity, manifest.data)
     assert manifest.tokenizer == tokenizer.identity()
 
 
@@ -124,6 +124,29 @@ def test_nothing_changed_nothing_made(
     assert everything(small.folder.root / "data") == before
 
 
+def test_what_is_trained_on_is_the_same_whatever_is_held_out(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranges_module, "RANGES", 8)  # so that ranges grow with the data
+    held_out = write_jsonl(tmp_path / "held.jsonl", sentences(40, 500))
+    more = write_jsonl(tmp_path / "more.jsonl", sentences(400, 1000))
+    parts = []
+    for sources in ([held_out], [held_out, more]):
+        small = recipe(
+            tmp_path,
+            source,
+            data__validation__fraction=None,
+            data__validation=[{"source": str(path)} for path in sources],
+        )
+        ingest(small)
+        parts.append(prepare(small).parts)
+    before, now = parts
+    assert before["train"] == now["train"]
+    assert before["validation"] != now["validation"]
+    rows = open_rows(small.folder.columns, "validation", 16, pack="cut", pad_last=True)
+    assert rows.fingerprint == now["validation"]
+
+
 def test_a_changed_row_length_makes_nothing_again(
     tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -135,7 +158,7 @@ def test_a_changed_row_length_makes_nothing_again(
         == first.outputs
     )
     rows = open_rows(small.folder.columns, "train", 32, pack="cut", pad_last=False)
-    assert rows.fingerprint == first.outputs
+    assert rows.fingerprint == first.parts["train"]
 
 
 def test_finished_parts_are_kept(

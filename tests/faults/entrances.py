@@ -234,8 +234,8 @@ FAULTS = [
     Fault(
         "card-of-other-data",
         "ingot/registry/hub.py",
-        'record.outputs == made.get("data") and',
-        "True and",
+        'record.parts.get("train") == made.get("data")',
+        "True",
         "the card lists data that the model has not seen",
         "tests/registry/test_push.py",
     ),

@@ -264,7 +264,7 @@ FAULTS = [
     Fault(
         "compared-by-what-was-asked",
         "ingot/report/tables.py",
-        "    data = [_data_of(view) for view in views]",
+        "    data = [_data_of(view, held_out=name == LAST_HELD_OUT) for view in views]",
         '    data = [view.lineage.get("data") for view in views]',
         "losses of trainings on other columns are compared while the trainings go on",
         "tests/report/test_tables.py",

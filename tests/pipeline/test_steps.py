@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ingot.base.markers import canonical_json
+from ingot.base.reports import PipelineStepRecord, write_record
 from ingot.config.knobs import knobs
 from ingot.config.load import load_recipe
 from ingot.config.recipe import Recipe
@@ -386,6 +388,22 @@ def test_what_is_watched_on_one_side_alone_is_not_told_as_a_change(tmp_path: Pat
     assert describe_changes(now, {key: now[key] for key in now if key != "folders"}) == [
         f"{template} is no longer read"
     ]
+
+
+def test_a_training_reads_what_is_held_out_only_where_that_can_end_it(tmp_path: Path) -> None:
+    """Evaluations read all of the data: they compare with what was trained on."""
+
+    def reads(verb: str, held_out: str, *overrides: str) -> Any:
+        recipe = _recipe(f"output={tmp_path}", *overrides)
+        parts = {"train": "a", "validation": held_out}
+        record = PipelineStepRecord("prepare", "", f"a {held_out}", 1.0, "", "", parts=parts)
+        write_record(recipe.folder.steps, record)
+        return step_inputs(step_named(verb), recipe, {})["from prepare"]
+
+    stop = ("train.early_stop={metric: loss}", "train.evaluate_every=1")
+    assert reads("train", "b") == reads("train", "c") == {"train": "a"}
+    assert reads("train", "b", *stop) != reads("train", "c", *stop)
+    assert reads("evaluate", "b") != reads("evaluate", "c")
 
 
 def test_fingerprints_can_be_made_of_all_of_them() -> None:

@@ -79,7 +79,9 @@ def run(tmp_path: Path) -> RunFolder:
         "train", "i", MODEL, 60.0, "1,200 steps in 1m", "w", {"knobs": knobs}
     )
     write_record(run.steps, record)
-    write_record(run.steps, PipelineStepRecord("prepare", "i", "d0d0", 1.0, "r", "w"))
+    write_record(
+        run.steps, PipelineStepRecord("prepare", "i", "all", 1.0, "r", "w", parts={"train": "d0d0"})
+    )
     run.columns.mkdir(parents=True)
     source = {"documents": 70, "bytes": 2_500_000, "tokens": 600_000}
     sources = [
@@ -314,7 +316,9 @@ def test_an_adapter_of_another_training_is_refused(run: RunFolder) -> None:
 
 
 def test_data_prepared_anew_is_not_told_as_the_trainings(run: RunFolder) -> None:
-    write_record(run.steps, PipelineStepRecord("prepare", "i", "other", 1.0, "r", "w"))
+    write_record(
+        run.steps, PipelineStepRecord("prepare", "i", "all", 1.0, "r", "w", parts={"train": "0"})
+    )
     assert "The data was prepared anew since this training" in planned(run).card
 
 

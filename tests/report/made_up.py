@@ -105,6 +105,7 @@ def made_up_run(
         "objective": "pretrain",
         "base": None,
         "data": "c0ffee1234567890",
+        "held_out": "0ff0ff1234567890",
         "parameters": parameter_count(preset("llama-3m")),
     }
     (run.model / "ingot.json").write_text(json.dumps(lineage))

@@ -272,16 +272,13 @@ def test_losses_of_trainings_on_other_data_are_not_compared(
 
     assert verdicts()["train/loss (last)"] == verdicts()["validation/loss (last)"] == "+0"
     lineage = other.model / "ingot.json"
-    lineage.write_text(json.dumps(json.loads(lineage.read_bytes()) | {"data": "of another"}))
+    made = json.loads(lineage.read_bytes())
+    lineage.write_text(json.dumps(made | {"data": "of another"}))
     assert verdicts()["train/loss (last)"] == "not comparable"
     assert verdicts()["validation/loss (last)"] == "+0", "the same documents are held out"
-    report = other.reports / "evaluate.json"
-    content = json.loads(report.read_bytes())
-    content["metrics"]["loss/loss"]["set_fingerprint"] = "another tokenizer"
-    report.write_text(json.dumps(content))
-    assert verdicts()["validation/loss (last)"] == "not comparable"
-    report.unlink()
-    assert verdicts()["validation/loss (last)"] == "not comparable", "nobody knows of what"
+    lineage.write_text(json.dumps(made | {"held_out": "of another"}))
+    assert verdicts()["train/loss (last)"] == "+0"
+    assert verdicts()["validation/loss (last)"] == "not comparable", "though evaluated on the same"
 
 
 def test_losses_of_trainings_that_go_on_are_compared_by_their_columns(tmp_path: Path) -> None:
@@ -302,10 +299,16 @@ def test_losses_of_trainings_that_go_on_are_compared_by_their_columns(tmp_path: 
     assert are_compared(skip=[[3, 4]]) == [False, False], "without the columns nobody knows"
     for run in (one, other):
         run.columns.mkdir(parents=True)
-        write_marker(run.columns, "manifest.json", {"data": "of both"}, [])
+        write_marker(
+            run.columns,
+            "manifest.json",
+            {"data": {"train": "of both", "validation": "of both"}},
+            [],
+        )
     assert are_compared(skip=[[3, 4]]) == are_compared(on_bad="stop") == [True, True]
-    write_marker(other.columns, "manifest.json", {"data": "of another"}, [])
-    assert are_compared() == [False, False]
+    others = {"data": {"train": "of both", "validation": "of another"}}
+    write_marker(other.columns, "manifest.json", others, [])
+    assert are_compared() == [True, False]
 
 
 @pytest.mark.parametrize(

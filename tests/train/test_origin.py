@@ -17,6 +17,7 @@ from ingot.base.environment import Ranks
 from ingot.base.errors import Failed, WrongInput
 from ingot.base.runlog import read_lines
 from ingot.checkpoints.store import COMMIT, committed
+from ingot.config.identity import changes
 from ingot.config.models.content import read_lineage
 from ingot.config.recipe import Recipe
 from ingot.data.ingest import ingest
@@ -184,6 +185,31 @@ def test_another_order_of_the_same_data_is_read_from_its_beginning(
         train(one, fresh=True)
         losses.append(logged(one))
     assert losses[0] == losses[1]
+
+
+def test_a_stage_measured_on_other_documents_goes_on_in_the_order_of_the_first(
+    two: tuple[Path, Path],
+) -> None:
+    """They are other ones for early stopping alone, which they can end."""
+    first, second = two
+    held_out = [{"source": str(path / "text")} for path in two]
+    measured = {"data__validation__fraction": None, "data__validation": held_out[:1]}
+    begun = small_recipe(first, train__steps=5, **CONSTANT, **measured)
+    ingest(begun)
+    prepare(begun)
+    train(begun)
+    setups = []
+    for sources in (held_out[:1], held_out):
+        knobs = {**measured, "data__validation": sources, "train__steps": 9, "train__epochs": None}
+        onward = make_setup(on_other_data(second, first, **knobs), ALONE)
+        assert (onward.begin, onward.data_begin) == (5, 0)
+        stopping = {"train__early_stop": "{metric: loss}", "train__evaluate_every": 2}
+        setups += [onward, make_setup(on_other_data(second, first, **knobs, **stopping), ALONE)]
+    before, before_stopping, now, now_stopping = (setup.identity for setup in setups)
+    assert before == now
+    assert changes(before_stopping, now_stopping) == [
+        f"the held-out data {setups[1].held_out.fingerprint} -> {setups[3].held_out.fingerprint}"
+    ]
 
 
 def test_a_third_stage_goes_on_in_the_order_of_the_second(two: tuple[Path, Path]) -> None:

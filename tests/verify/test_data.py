@@ -21,7 +21,7 @@ from ingot.data.columns.manifest import (
     ColumnPart,
     PreparedData,
     PreparedSource,
-    data_identity,
+    data_identities,
     read_prepared,
     write_prepared,
 )
@@ -132,7 +132,7 @@ def write_columns(
         identity,
         tokenizer.template_identity,
         tokenizer.vocab_size,
-        data_identity(entries, identity),
+        data_identities(entries, ["train"], identity),
     )
     write_prepared(
         folder,

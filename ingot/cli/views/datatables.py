@@ -67,7 +67,7 @@ def show_data(*target: str, as_json: bool = False) -> int:
     _samples(run, prepared, out)
     out.print(
         f"tokenizer {prepared.tokenizer}, template {prepared.template or 'none'}, vocabulary"
-        f" {prepared.vocab_size:,}, data {prepared.data}"
+        f" {prepared.vocab_size:,}, data {prepared.identity}"
     )
     return 0
 
@@ -109,7 +109,7 @@ def _as_json(run: RunFolder, raw: Mapping[str, Any]) -> dict[str, Any]:
         "tokenizer": prepared.tokenizer,
         "template": prepared.template,
         "vocab_size": prepared.vocab_size,
-        "data": prepared.data,
+        "data": prepared.identity,
     }
     return told
 

@@ -54,6 +54,11 @@ def column_prefix(folder: Path, split: str, column: str, number: int) -> Path:
     return folder / f"{split}.{column}-{number:05d}"
 
 
+def split_of(path: str) -> str:
+    """The split of a column's file."""
+    return path.partition(".")[0]
+
+
 def bin_path(prefix: Path) -> Path:
     return prefix.with_name(prefix.name + ".bin")
 

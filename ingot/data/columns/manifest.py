@@ -4,7 +4,7 @@ marker. Also what a column holds, by its name: ids, a mask, or labels.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from ingot.base.remote.deferred import deferred_files_of
 from ingot.config.recipe import Recipe
 from ingot.config.sections.data import COLUMNS
 from ingot.config.sections.objective import Documents
-from ingot.data.columns.column import token_dtype
+from ingot.data.columns.column import split_of, token_dtype
 from ingot.data.splits import Split
 
 MANIFEST = "manifest.json"
@@ -77,10 +77,10 @@ class PreparedSource:
 class PreparedData:
     """All prepared columns of a run.
 
-    `data` is the identity of what is trained and measured on: the tokens and how they are divided
-    into documents. It excludes weights, which belong to the order of training. `sets` are
-    identities of the texts of each split, independent of the tokenizer and of how the work was
-    divided.
+    `data` are the identities of what is trained on and of what is measured on: the tokens and how
+    they are divided into documents. They exclude weights, which belong to the order of training.
+    `sets` are identities of the texts of each split, independent of the tokenizer and of how the
+    work was divided.
     """
 
     objective: str
@@ -89,7 +89,7 @@ class PreparedData:
     tokenizer: str
     template: str | None
     vocab_size: int
-    data: str
+    data: dict[Split, str]
     sets: dict[Split, str]
     closing: int = 0
     """How many ids the tokenizer appends to a framed text; they are kept when it is truncated."""
@@ -99,6 +99,11 @@ class PreparedData:
     """The prefix of every pair's source."""
     labels: list[str] = field(default_factory=list)
     """Names of the classes, by number."""
+
+    @property
+    def identity(self) -> str:
+        """The identity of the data of all splits."""
+        return fingerprint(self.data)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -122,10 +127,23 @@ class PreparedData:
         return sum(int(getattr(source, what)) for source in self.splits[split])
 
 
-def data_identity(files: Sequence[FileEntry], tokenizer: str) -> str:
-    return fingerprint(
-        {"files": [[entry.path, entry.sha256] for entry in files], "tokenizer": tokenizer}
-    )
+def data_identities(
+    files: Sequence[FileEntry], splits: Iterable[Split], tokenizer: str
+) -> dict[Split, str]:
+    """The identity of each split's data: of its own files alone, so that a training is the same
+    whatever it is measured on.
+    """
+    return {
+        split: fingerprint(
+            {
+                "files": [
+                    [entry.path, entry.sha256] for entry in files if split_of(entry.path) == split
+                ],
+                "tokenizer": tokenizer,
+            }
+        )
+        for split in splits
+    }
 
 
 def set_identity(sources: Sequence[PreparedSource]) -> str:

@@ -47,8 +47,8 @@ class PreparedSplit:
     weights: list[float] | None
     """Shares of the sources; None if each counts by its size."""
     fingerprint: str
-    """Identity of the prepared data: tokens, documents, tokenizer. Independent of `seq_len` and
-    weights, which only cut and order them.
+    """Identity of the prepared data of this split: tokens, documents, tokenizer. Independent of
+    `seq_len` and weights, which only cut and order them.
     """
     set_fingerprint: str
     """Identity of the texts of this split, independent of the tokenizer."""
@@ -78,7 +78,7 @@ class PreparedSplit:
         self.markers = [MANIFEST] if table is None else [MANIFEST, f"{table}.json"]
         self.touched = queue.SimpleQueue()
         self.fingerprint, self.set_fingerprint, self.tokenizer = (
-            prepared.data,
+            prepared.data[split],
             prepared.sets[split],
             prepared.tokenizer,
         )

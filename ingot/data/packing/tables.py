@@ -247,7 +247,7 @@ def _data(prepared: PreparedData) -> str:
     many ids stand around each piece of a masked text, which are not part of its record.
     """
     around = {"framing": prepared.framing} if prepared.documents == "masked" else {}
-    return fingerprint({"data": prepared.data, "columns": prepared.columns, **around})
+    return fingerprint({"data": prepared.identity, "columns": prepared.columns, **around})
 
 
 def _sweep(folder: Path, data: str) -> None:

@@ -49,12 +49,13 @@ class RawRange:
 
 
 def ranges(raw: RawData) -> list[RawRange]:
-    """The ranges, in order. Their size grows with the data, so that there are neither too few nor
-    millions.
+    """The ranges, in order. Their size grows with the data of their split, so that there are
+    neither too few nor millions, and those of one split do not change with another.
     """
-    target = min(max(raw.bytes // RANGES, SMALLEST_BYTES), LARGEST_BYTES)
     found: list[RawRange] = []
     for split, sources in raw.splits.items():
+        size_of_split = sum(source.bytes for source in sources)
+        target = min(max(size_of_split // RANGES, SMALLEST_BYTES), LARGEST_BYTES)
         number = begin = 0
         for source, read in enumerate(sources):
             for part in read.parts:

@@ -286,7 +286,14 @@ def _write(folder: Path, documents: Documents, columns: Sequence[str], length: i
     part = ColumnPart(0, count, tokens, 0, "0")
     source = PreparedSource("random", 1.0, count, tokens, 0, [part])
     made = PreparedData(
-        documents, kinds, {"train": [source]}, "none", None, VOCAB, "random", {"train": "random"}
+        documents,
+        kinds,
+        {"train": [source]},
+        "none",
+        None,
+        VOCAB,
+        {"train": "random"},
+        {"train": "random"},
     )
     write_prepared(folder, made, {}, entries)
 

@@ -77,7 +77,7 @@ def write(
         "tokenizer",
         None,
         100,
-        "data",
+        {"train": "data"},
         {"train": "set"},
     )
     write_prepared(folder, prepared, {}, entries)
@@ -255,7 +255,9 @@ def test_memory_does_not_grow_with_the_data(tmp_path: Path) -> None:
         )
         write_prepared(
             folder,
-            PreparedData("pretrain", [], {"train": [source]}, "t", None, 100, "d", {"train": "s"}),
+            PreparedData(
+                "pretrain", [], {"train": [source]}, "t", None, 100, {"train": "d"}, {"train": "s"}
+            ),
             {},
             entries,
         )

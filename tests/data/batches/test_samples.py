@@ -90,7 +90,7 @@ def write(folder: Path, kind: Documents, sources: list[list[list[Record]]]) -> P
         "tokenizer",
         None,
         100,
-        "data",
+        {"train": "data"},
         {"train": "set"},
         CLOSING,
         "",
