@@ -95,9 +95,7 @@ def training_identity(recipe: Recipe) -> dict[str, Any]:
     if (early_stop := train.early_stop) is not None:
         # Only with early stopping does evaluation affect training.
         chosen.update(recipe.select(("train.evaluate_every", "train.evaluate_rows")))
-        stopping = [task for task in recipe.tasks if early_stop.metric.startswith(f"{task.name}/")]
-        chosen.update({f"evaluate.{task.name}": task.model_dump() for task in stopping})
-        chosen.update(packages_of((TASKS, task.kind) for task in stopping))
+        chosen.update(_task_of(recipe, early_stop.metric))
     kinds = (
         (OBJECTIVES, recipe.objective.kind),
         (OPTIMIZERS, recipe.train.optimizer.kind),
@@ -107,6 +105,24 @@ def training_identity(recipe: Recipe) -> dict[str, Any]:
     rewards = [(REWARDS, reward.kind) for reward in getattr(recipe.objective, "rewards", [])]
     identity: dict[str, Any] = keys_hidden(chosen | packages_of((*kinds, *rewards)))
     return identity
+
+
+def measured_with(recipe: Recipe, metric: str, held_out: str | None) -> dict[str, Any]:
+    """What a value of `metric` that is measured while training depends on beside the weights, flat.
+    Values compare only where it is equal. `held_out`: the fingerprint of the rows held out.
+    """
+    average = recipe.train.average
+    knobs = _task_of(recipe, metric) or recipe.select(("train.evaluate_rows",))
+    knobs["train.average.evaluate"] = average is not None and average.evaluate
+    found: dict[str, Any] = keys_hidden({**knobs, "held_out": held_out})
+    return found
+
+
+def _task_of(recipe: Recipe, metric: str) -> dict[str, Any]:
+    """The task whose metric that is, with its knobs; empty for a metric of the objective."""
+    tasks = [task for task in recipe.tasks if metric.startswith(f"{task.name}/")]
+    knobs = {f"evaluate.{task.name}": task.model_dump(mode="json") for task in tasks}
+    return knobs | packages_of((TASKS, task.kind) for task in tasks)
 
 
 def weights_identity(recipe: Recipe) -> dict[str, str]:

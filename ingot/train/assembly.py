@@ -12,7 +12,7 @@ from typing import Any
 from ingot.base.heartbeat import HeartbeatWriter
 from ingot.base.markers import fingerprint
 from ingot.base.masking import keys_hidden, masked
-from ingot.base.progress import Progress
+from ingot.base.progress import Progress, say
 from ingot.base.runfolder import RunFolder
 from ingot.base.runlog import FailSafeSink, JsonLines, Resumed, TensorBoard, WeightsAndBiases
 from ingot.base.trackers import MLflow, Trackio
@@ -165,9 +165,11 @@ def make_hooks(
         Recurrence.of(recipe, every, len(setup.rows), begin=setup.data_begin)
         for every in (knobs.evaluate_every, recipe.checkpoint.every)
     )
-    evaluation = EvaluateHook.of(recipe, evaluate_every, measure, sinks, account, setup.last)
+    evaluation = EvaluateHook.of(setup, evaluate_every, measure, sinks, account)
     if start is not None:
-        evaluation.restore(start.commit["watched"])
+        for line in evaluation.restore(start.step, start.commit["watched"]):
+            if mesh.is_main:
+                say(f"train: {line}")
     samples = SampleHook(
         lambda: sample_texts(setup, state, mesh),
         knobs.sample_every,

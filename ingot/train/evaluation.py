@@ -15,7 +15,7 @@ from typing import Any, Literal
 from ingot.base.environment import Ranks
 from ingot.base.errors import WrongInput
 from ingot.base.runlog import FailSafeSink, JsonLines
-from ingot.config.recipe import Recipe
+from ingot.config.identity import changes, measured_with
 from ingot.evaluate.generation import complete_prompts
 from ingot.evaluate.subject import EvalModel, EvaluationInterrupted, NotJudged
 from ingot.evaluate.validation import TaskEvaluator, validation_losses
@@ -44,8 +44,12 @@ class BestTracker:
     without improvement.
     """
 
-    def __init__(self, metric: str, min_delta: float = 0.0) -> None:
+    def __init__(
+        self, metric: str, min_delta: float = 0.0, measured_with: Mapping[str, Any] | None = None
+    ) -> None:
         self.metric, self.min_delta = metric, min_delta
+        self.measured_with = dict(measured_with or {})
+        """What values depend on beside the weights (`ingot.config.identity.measured_with`)."""
         self.best: float | None = None
         self.best_step: int | None = None
         self.worse_in_row = 0
@@ -83,10 +87,21 @@ class BestTracker:
         """The state that a resumed run needs to decide the same way."""
         return {
             "metric": self.metric,
+            "measured_with": self.measured_with,
             "best": self.best,
             "best_step": self.best_step,
             "worse_in_row": self.worse_in_row,
         }
+
+    def differs(self, state: Mapping[str, Any] | None) -> str | None:
+        """Why the values of a saved state do not compare with those measured from now on, in words;
+        None where they do.
+        """
+        if state is None:
+            return "nothing was tracked then"
+        if state["metric"] != self.metric:
+            return f"{state['metric']} was tracked then"
+        return "; ".join(changes(state["measured_with"], self.measured_with)) or None
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self.best, self.best_step, self.worse_in_row = (
@@ -214,19 +229,24 @@ class EvaluateHook:
     @classmethod
     def of(
         cls,
-        recipe: Recipe,
+        setup: TrainSetup,
         every: Recurrence,
         measure: Callable[[], Mapping[str, Measured] | None],
         sinks: Sequence[JsonLines | FailSafeSink],
         account: TimeAccount,
-        last: int,
     ) -> EvaluateHook:
         """The hook that the recipe asks for."""
+        recipe = setup.recipe
         stop, best = recipe.train.early_stop, recipe.checkpoint.best
-        stopping = None if stop is None else BestTracker(stop.metric, stop.min_delta)
+        rows = setup.held_out.fingerprint if recipe.data.holds_out else None
+
+        def tracker(metric: str, min_delta: float = 0.0) -> BestTracker:
+            return BestTracker(metric, min_delta, measured_with(recipe, metric, rows))
+
+        stopping = None if stop is None else tracker(stop.metric, stop.min_delta)
         patience = 0 if stop is None else stop.patience
-        tracked = None if best is None else BestTracker(best)
-        return cls(measure, every, stopping, patience, tracked, sinks, account, last)
+        tracked = None if best is None else tracker(best)
+        return cls(measure, every, stopping, patience, tracked, sinks, account, setup.last)
 
     def after_step(self, info: StepInfo) -> bool:
         self._due = self._due or self.every.is_due(info.step)
@@ -281,11 +301,27 @@ class EvaluateHook:
         }
         return {"due": self._due, **trackers}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        self._due = state["due"]
-        for name, tracker in (("early_stop", self.stopping), ("best", self.best)):
-            if tracker is not None and name in state and state[name]["metric"] == tracker.metric:
-                tracker.restore(state[name])
+    def restore(self, step: int, state: Mapping[str, Any]) -> list[str]:
+        """Go on with the state saved at `step`; returns, in words, what of it does not count:
+        values that were measured otherwise say nothing of which weights are better. Where nothing
+        is left to measure, the best of those that compare with one another stays the best.
+        """
+        self._due, told = state["due"], []
+        for knob, tracker in (("train.early_stop", self.stopping), ("checkpoint.best", self.best)):
+            if tracker is None:
+                continue
+            saved = state.get(knob.rpartition(".")[2])
+            differs, over = tracker.differs(saved), step >= self.last or self.is_over
+            if saved is not None and (
+                differs is None or (over and saved["metric"] == tracker.metric)
+            ):
+                tracker.restore(saved)
+            else:
+                told.append(
+                    f"{knob} {tracker.metric}: evaluations up to step {step:,} do not count"
+                    f" ({differs}){', so the last step is exported' if over else ''}"
+                )
+        return told
 
     def close(self) -> None:
         pass

@@ -382,8 +382,8 @@ FAULTS = [
     Fault(
         "late-evaluation-not-saved",
         "ingot/train/evaluation.py",
-        'self._due = state["due"]',
-        "pass",
+        'self._due, told = state["due"], []',
+        "told = []",
         "an evaluation that waits for a good step is left out if training is interrupted before it",
         "tests/train/test_skipping.py",
     ),
@@ -1076,5 +1076,21 @@ FAULTS = [
         'task_of.setdefault(key, name)) == ""',
         "of two tasks that call a metric alike, the report has one and names no other",
         "tests/evaluate/tasks/test_several.py",
+    ),
+    Fault(
+        "best-of-other-rows",
+        "ingot/train/evaluation.py",
+        'changes(state["measured_with"], self.measured_with)) or None',
+        "[]) or None",
+        "the best by other held-out rows is exported, and better checkpoints are deleted",
+        "tests/train/test_origin.py",
+    ),
+    Fault(
+        "held-out-rows-are-no-part",
+        "ingot/train/setup.py",
+        '{"held_out": held_out.fingerprint} if holds_out and recipe.train.early_stop else {}',
+        "{}",
+        "a training that other rows would have ended elsewhere is gone on with",
+        "tests/train/test_origin.py",
     ),
 ]

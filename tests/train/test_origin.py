@@ -5,6 +5,7 @@ exporting the best; samples while training.
 from __future__ import annotations
 
 import math
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -369,6 +370,37 @@ def test_the_best_checkpoint_is_kept_and_exported(
     assert not all(torch.equal(value, exported[name]) for name, value in weights(best).items()), (
         "without it the last one is exported"
     )
+
+
+@pytest.mark.drawn("another run's state")
+def test_what_was_measured_otherwise_says_nothing_of_the_best(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    curve = iter([2.0, 3.0, 2.5, 2.6])
+    monkeypatch.setattr(
+        "ingot.train.evaluation.validation_losses", lambda *_: {"loss": next(curve)}
+    )
+    knobs: dict[str, Any] = {"train__evaluate_every": 2, "checkpoint__every": 2}
+
+    def exported(steps: int, best: str | None, **more: Any) -> tuple[Any, str]:
+        recipe = small_recipe(root, **knobs, train__steps=steps, checkpoint__best=best, **more)
+        train(recipe)
+        return (read_lineage(recipe.folder.model) or {})["step"], capsys.readouterr().err
+
+    assert exported(4, "loss")[0] == 2
+    step, told = exported(4, "loss", train__evaluate_rows=1)
+    assert (step, "do not count" in told) == (2, False), "nothing else is measured any more"
+    longer = {"train__evaluate_rows": 1, "resume__allow": ["train.steps"]}
+    step, told = exported(8, "loss", **longer)
+    assert step == 6, "not step 2, which other rows found better"
+    assert re.search(
+        r"checkpoint\.best loss: evaluations up to step 4 do not count"
+        r" \(train\.evaluate_rows \d+ -> 1\)\n",
+        told,
+    )
+    step, told = exported(8, "loss/perplexity", **longer, train__evaluate_tasks=["loss"])
+    assert step == 8
+    assert "(loss was tracked then), so the last step is exported" in told
 
 
 def test_samples_are_logged_while_training(root: Path) -> None:
