@@ -151,8 +151,8 @@ def weights_identity(recipe: Recipe) -> dict[str, str]:
 
 
 def content_identity(recipe: Recipe) -> dict[str, Any]:
-    """The identity of a training and of the weights that it starts or learns from. A local folder is
-    told by what it holds alone: the same model under another path makes the same training.
+    """The identity of a training and of the weights that it starts or learns from. A local folder
+    is told by what it holds alone: the same model under another path makes the same training.
     """
     knobs, weights = training_identity(recipe), weights_identity(recipe)
     for key in weights:

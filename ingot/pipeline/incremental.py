@@ -14,13 +14,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from operator import itemgetter
 from typing import Any
 
 import ingot
 from ingot.base.environment import ranks
 from ingot.base.errors import Failed, IngotError, Stopped, WrongInput, differing
-from ingot.base.markers import fingerprint, read_marker
+from ingot.base.markers import fingerprint
 from ingot.base.masking import keys_hidden
 from ingot.base.progress import say
 from ingot.base.reports import (
@@ -39,7 +38,7 @@ from ingot.config.identity import changes
 from ingot.config.load import dump_recipe
 from ingot.config.models.content import earlier_model
 from ingot.config.recipe import Recipe
-from ingot.launch.supervisor.supervise import COMMIT
+from ingot.pipeline.origin import newest_marker, trained_since
 from ingot.pipeline.steps import PipelineStep, upstream_steps
 from ingot.report.living import keep_page, renew_page, show_page
 
@@ -104,10 +103,15 @@ def keeps_data(step: PipelineStep, recipe: Recipe, found: StepCheck) -> Pipeline
     return record if same and _is_unfinished(run) else None
 
 
+def tell_origin(step: PipelineStep, recipe: Recipe) -> None:
+    """Say of a training that is not done again whether the run it began with was since."""
+    if step.verb == "train" and (told := trained_since(recipe)) is not None:
+        say(f"note: {told}")
+
+
 def _is_unfinished(run: RunFolder) -> bool:
     """Whether the newest checkpoint is that of a training that has steps left."""
-    markers = [read_marker(folder, COMMIT) for folder in run.checkpoints.glob("step-*")]
-    newest = max((marker for marker in markers if marker), key=itemgetter("step"), default=None)
+    newest = newest_marker(run.checkpoints)
     return newest is not None and not newest["finished"]
 
 
@@ -140,6 +144,7 @@ def run_step(
         if found.record is not None and not again:
             if is_main:
                 say(f"{step.verb}: unchanged, {found.record.result}")
+                tell_origin(step, recipe)
                 renew_page(run, run.steps / f"{step.verb}.json")
             return found.record
         if is_main:

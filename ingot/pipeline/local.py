@@ -41,7 +41,14 @@ from ingot.launch.job import Job
 from ingot.launch.places.local import JobExit, command, foreground
 from ingot.launch.run_job import job_of, run_job
 from ingot.launch.supervisor.supervise import supervise
-from ingot.pipeline.incremental import ExternalStamps, StepFailed, check_step, keeps_data, run_step
+from ingot.pipeline.incremental import (
+    ExternalStamps,
+    StepFailed,
+    check_step,
+    keeps_data,
+    run_step,
+    tell_origin,
+)
 from ingot.pipeline.steps import STEPS, PipelineStep
 from ingot.report.formatting import keeps_paths_whole, paths_of_run
 from ingot.report.living import show_page
@@ -122,6 +129,8 @@ def _record_of(
 ) -> PipelineStepRecord | None:
     """The record of a step that need not run; None where it must."""
     found = check_step(step, recipe, stamps)
+    if found.record is not None:
+        tell_origin(step, recipe)
     if found.record is not None or fresh:
         return found.record
     kept = keeps_data(step, recipe, found)

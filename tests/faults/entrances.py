@@ -655,4 +655,12 @@ FAULTS = [
         "a page has this training's parameters and another model's figures",
         "tests/report/test_page.py",
     ),
+    Fault(
+        "origin-trained-again-not-told",
+        "ingot/pipeline/origin.py",
+        'found["files"] == origin["files"]',
+        "found",
+        "nothing is said to have changed though the run that a stage began with was trained again",
+        "tests/pipeline/test_perform.py",
+    ),
 ]

@@ -10,14 +10,16 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import ingot
 from ingot.base.environment import NODE_VARIABLE
 from ingot.base.errors import Failed, WrongInput
+from ingot.base.markers import entry_of, write_marker
 from ingot.base.reports import PipelineStepRecord, VerbOutcome, read_record
-from ingot.base.runfolder import RUN_LOCK, folder_lock
+from ingot.base.runfolder import RUN_LOCK, RunFolder, folder_lock
 from ingot.base.runlog import read_lines, record_event
 from ingot.cli.verbs import STAMPS
 from ingot.config.load import load_recipe
@@ -403,3 +405,34 @@ def test_ranks_other_than_the_first_write_nothing(
     run_step(step_named("train"), recipe, work, STAMPS)
     assert work.times == 1
     assert not recipe.folder.root.exists()
+
+
+def _checkpoint(run: RunFolder, step: int, content: str, **fields: Any) -> dict[str, Any]:
+    folder = run.checkpoints / f"step-{step:08d}"
+    folder.mkdir(parents=True)
+    (folder / "weights").write_text(content)
+    files = [entry_of(folder, "weights")]
+    return write_marker(folder, "COMMIT.json", {"step": step, "finished": True, **fields}, files)
+
+
+def test_a_run_that_was_trained_again_since_is_told_where_a_training_began_with_it(
+    recipe_with: Callable[..., Recipe], capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = recipe_with("name=first")
+    stage = recipe_with(f"train.start_from={first.folder.root}")
+    origin = _checkpoint(first.folder, 4, "of then")
+    _checkpoint(stage.folder, 9, "own", begun={"origin": {"step": 4, "files": origin["files"]}})
+    train, work = step_named("train"), Counted(stage)
+    for _ in range(2):
+        run_step(train, stage, work, {})
+    assert "note" not in capsys.readouterr().err
+    _checkpoint(first.folder, 6, "at work", finished=False)
+    run_step(train, stage, work, {})
+    assert "note" not in capsys.readouterr().err
+    _checkpoint(first.folder, 8, "of now")
+    run_step(train, stage, work, {})
+    told = capsys.readouterr().err
+    assert (
+        f"note: {first.folder.root} was trained since this training began with its step 4" in told
+    )
+    assert work.times == 1

@@ -1,0 +1,39 @@
+"""Whether the run that a training began with (`train.start_from`) holds other weights by now."""
+
+from __future__ import annotations
+
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+from ingot.base.markers import read_marker
+from ingot.base.runfolder import RunFolder
+from ingot.config.recipe import Recipe
+from ingot.launch.supervisor.supervise import COMMIT
+
+
+def newest_marker(checkpoints: Path) -> dict[str, Any] | None:
+    """The marker of the newest checkpoint of a training; None without one."""
+    markers = [read_marker(folder, COMMIT) for folder in checkpoints.glob("step-*")]
+    return max((marker for marker in markers if marker), key=itemgetter("step"), default=None)
+
+
+def trained_since(recipe: Recipe) -> str | None:
+    """That the run of `train.start_from` was trained to an end since this training began, in words.
+    It began with the weights of then and stays as it is: the other run might be still at work.
+    """
+    source = recipe.train.start_from
+    own = None if source is None else newest_marker(recipe.folder.checkpoints)
+    origin = (own or {}).get("begun", {}).get("origin")
+    if source is None or origin is None:
+        return None
+    place = Path(source)
+    found = read_marker(place, COMMIT) or newest_marker(
+        place if place.name == "checkpoints" else RunFolder(place).checkpoints
+    )
+    if found is None or not found["finished"] or found["files"] == origin["files"]:
+        return None
+    return (
+        f"{source} was trained since this training began with its step {origin['step']:,};"
+        f" `ingot train --fresh` begins anew, with step {found['step']:,}"
+    )
