@@ -1,6 +1,7 @@
 """Accounts for the wall time of a training run and the cost of each incident, from its events and,
 of a running one, from its heartbeat.
 
+Each training has an account of its own, on which it goes on where it is brought back after another.
 The account's clock starts when the first process is created and ends with the last event or
 heartbeat. It pauses from a finish or stop until the next start, but not after a failure. Events
 count in file
@@ -70,7 +71,7 @@ class Goodput:
     """In chronological order."""
     running: bool
     earlier: int
-    """How many earlier training runs the folder had; they are not counted."""
+    """How many other training runs the folder had; they are not counted."""
 
     @property
     def wall_s(self) -> float:
@@ -97,6 +98,8 @@ def goodput(
     checkpoint is lost.
     """
     account: _Account | None = None
+    accounts = list[_Account]()
+    known: dict[str, _Account] = {}
     for event in events:
         kind = event.get("kind")
         # Failures of other verbs are left out.
@@ -106,11 +109,19 @@ def goodput(
             or (kind == "failure" and not str(event.get("cause")).startswith("train:"))
         ):
             continue
-        if kind == "start" and (account is None or account.begins_another(event)):
-            account = _Account(0 if account is None else account.earlier + 1)
+        if kind == "start":
+            before, training = account, str(event.get("training"))
+            if account is None or account.begins_another(event):
+                account = _Account()
+                accounts.append(account)
+            elif event.get("cause") == "resumed":  # perhaps one that was brought back
+                account = known.get(training, account)
+            if before is not None and before is not account:
+                before.leave()
+            known[training] = account
         if account is not None:
             account.add(kind, event)
-    return None if account is None else account.close(beat, alive=alive)
+    return None if account is None else account.close(beat, len(accounts) - 1, alive=alive)
 
 
 @dataclass
@@ -144,8 +155,7 @@ class _Account:
     assigned to a part.
     """
 
-    def __init__(self, earlier: int) -> None:
-        self.earlier = earlier
+    def __init__(self) -> None:
         self._seconds: dict[TimePart, float] = dict.fromkeys(TIME_PARTS, 0.0)
         self._spans: list[AttemptSpan] = []
         self._incidents: list[Incident] = []
@@ -187,7 +197,15 @@ class _Account:
         elif kind in FAILURE_EVENTS:
             record_failure(self._failures, kind, event, self._now)
 
-    def close(self, beat: Heartbeat | None, *, alive: bool) -> Goodput:
+    def leave(self) -> None:
+        """Another training takes this one's place, which may be brought back later: the time until
+        then is none of its own.
+        """
+        if not self._paused:
+            self._book_failures(self._now)
+            self._failures, self._paused = [], True
+
+    def close(self, beat: Heartbeat | None, earlier: int, *, alive: bool) -> Goodput:
         attempt, mono = self._attempt, None if beat is None else number(beat.mono)
         running = alive and not self._paused
         later = (
@@ -213,7 +231,7 @@ class _Account:
             self._book_failures(self._now)
         if later and beat is not None:
             self._book("starting", self._booked_until + self._since({"t_wall": beat.wall}, None))
-        return Goodput(self._seconds, self._spans, self._incidents, running, self.earlier)
+        return Goodput(self._seconds, self._spans, self._incidents, running, earlier)
 
     def _since(self, event: Event, owner: _Attempt | None) -> float:
         """Seconds from now to an event, by the monotonic clock of its owner. Negative where events

@@ -62,7 +62,7 @@ def time_section(account: Goodput) -> dict[str, Any]:
         )
     if account.earlier:
         remarks.append(
-            f"Not counted: {account.earlier:,} earlier"
+            f"Not counted: {account.earlier:,} other"
             f" {'training' if account.earlier == 1 else 'trainings'} in this folder."
         )
     return {

@@ -14,6 +14,7 @@ import torch
 from ingot.base.environment import ranks
 from ingot.base.errors import Stopped, WrongInput
 from ingot.base.heartbeat import HeartbeatWriter
+from ingot.base.markers import fingerprint
 from ingot.base.progress import duration, say
 from ingot.base.reports import VerbOutcome, file_sizes
 from ingot.base.runlog import read_lines
@@ -167,7 +168,13 @@ def _train_from_checkpoint(
         seconds, here = time.monotonic() - began, mesh.ranks
         devices = device_record(mesh.device) | {"world": mesh.world, "per_node": here.local_world}
         events.emit(
-            "start", step=first, seconds=seconds, cause=cause, last=setup.last, devices=devices
+            "start",
+            step=first,
+            seconds=seconds,
+            cause=cause,
+            last=setup.last,
+            devices=devices,
+            training=fingerprint(setup.identity),
         )
 
         loop_began, reached, stopped = time.monotonic(), first, False

@@ -663,4 +663,12 @@ FAULTS = [
         "nothing is said to have changed though the run that a stage began with was trained again",
         "tests/pipeline/test_perform.py",
     ),
+    Fault(
+        "hours-of-another-training",
+        "ingot/report/goodput.py",
+        "account = known.get(training, account)",
+        "pass",
+        "a training that was brought back gets the hours and the cost of the one after it",
+        "tests/report/test_goodput.py",
+    ),
 ]

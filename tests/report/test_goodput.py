@@ -361,6 +361,39 @@ def test_another_training_in_the_same_folder_begins_another_account() -> None:
     assert (counted(fresh).earlier, counted(fresh).wall_s) == (1, pytest.approx(5))
 
 
+def test_a_training_that_is_brought_back_goes_on_on_its_own_account() -> None:
+    """After another one, which took 60 seconds of its own, and whatever the clock did between."""
+    told = Told()
+    for at, attempt, training, step, cause in (
+        (10, 1, "a", 0, "first step"),
+        (1010, 2, "b", 0, "first step"),
+        (5005, 3, "a", 40, "resumed"),
+    ):
+        about = {"attempt": attempt, "seconds": 5, "step": step, "cause": cause}
+        told.event(at, "start", **about, training=training)
+        if attempt == 1:
+            told.event(at + 40, "save", attempt=1, step=40, spent={"productive": 40}, total_s=0)
+        told.event(at + 60, "finish", attempt=attempt, step=80, seconds=60)
+    found = counted(told)
+    assert [span.number for span in found.attempts] == [1, 3]
+    assert (found.earlier, parts(found)) == (1, near(starting=10, productive=120))
+    told.event(6000, "start", attempt=4, step=80, seconds=5, cause="resumed", training="a changed")
+    told.event(6001, "finish", attempt=4, step=80, seconds=1)
+    assert counted(told).wall_s == pytest.approx(136), "what may change is the same training"
+
+
+def test_a_training_that_another_took_the_place_of_is_not_down_meanwhile() -> None:
+    told = a_killed(restart=False)
+    told.events = [{**event, "training": "a"} for event in told.events[:2]]
+    told.event(200, "start", attempt=2, step=0, seconds=5, cause="first step", training="b")
+    told.event(220, "finish", attempt=2, step=9, seconds=20)
+    told.event(900, "start", attempt=3, step=40, seconds=5, cause="resumed", training="a")
+    told.event(910, "finish", attempt=3, step=50, seconds=10)
+    found = counted(told)
+    assert found.wall_s == pytest.approx(50 + 15)
+    assert found.seconds["down"] == 0
+
+
 @pytest.mark.parametrize("kind", ["lost", "restart", None])
 def test_from_the_first_step_again_for_want_of_a_checkpoint_is_the_same_training(
     kind: str | None,

@@ -89,7 +89,7 @@ def test_a_training_without_losses_has_no_timeline(run: RunFolder) -> None:
         },
     )
     page = Page(write_page(run))
-    assert "Not counted: 1 earlier training in this folder." in page.text
+    assert "Not counted: 1 other training in this folder." in page.text
 
 
 def test_a_long_chaos_makes_no_long_page(run: RunFolder) -> None:
