@@ -155,12 +155,12 @@ def content_identity(recipe: Recipe) -> dict[str, Any]:
     is told by what it holds alone: the same model under another path makes the same training.
     """
     knobs, weights = training_identity(recipe), weights_identity(recipe)
-    for key in weights:
+    for key in (key for key in weights if key.startswith(WEIGHTS_OF)):
         section, *inner, name = key.removeprefix(WEIGHTS_OF).split(".")
-        place = knobs.get(section) if key.startswith(WEIGHTS_OF) else None
+        place = knobs[section]
         for each in inner:
             place = place[each]
-        if place is not None and not place[name].startswith("hf:"):
+        if not place[name].startswith("hf:"):
             del place[name]
     return knobs | weights
 
