@@ -35,7 +35,7 @@ def _left_out(ranges: list[tuple[int, int]], first: int, after: Fraction) -> Fra
     """How many places between `first` and `after` lie in one of the ranges."""
     end, found = Fraction(first), Fraction(0)
     for begin, behind in sorted(ranges):
-        begins, ends = max(end, begin), min(after, behind)
+        begins, ends = max(end, Fraction(begin)), min(after, Fraction(behind))
         found += max(Fraction(0), ends - begins)
         end = max(end, ends)
     return found

@@ -141,7 +141,7 @@ def _prepare(recipe: Recipe, raw: RawData, engine: Engine) -> VerbOutcome:
         str(run.columns),
         prepared.identity,
         file_sizes(run.root, paths),
-        parts=dict(prepared.data),
+        parts=prepared.data,
     )
 
 

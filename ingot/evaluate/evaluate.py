@@ -85,7 +85,7 @@ def evaluate(recipe: Recipe) -> VerbOutcome:
         # An adapter's folder has neither tokenizer nor generation settings: it uses those of its
         # base.
         files_folder = base_folder(folder) if is_adapter(folder) else folder
-        before = mesh.from_main(lambda: _stamps(folder, files_folder))
+        stamps = mesh.from_main(lambda: _stamps(folder, files_folder))
         tokenizer = load_tokenizer(files_folder)
         _check_belongs(recipe, files_folder, tokenizer)
         ends_turn = stop_tokens(tokenizer) if recipe.documents in CHAT_TEMPLATED else []
@@ -116,7 +116,7 @@ def evaluate(recipe: Recipe) -> VerbOutcome:
 
         def written() -> VerbOutcome:
             report = _report(recipe, found, tokenizer)
-            if _stamps(folder, files_folder) != before:
+            if _stamps(folder, files_folder) != stamps:
                 raise Failed(
                     f"{folder} was changed while it was measured, so that these figures may not be"
                     " of the model that it holds now; run `ingot evaluate` again"

@@ -7,7 +7,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -91,6 +91,11 @@ def validation_losses(
             targets += sum(objective.targets(batch) for batch in group) / (
                 mesh.context.world * mesh.pipeline.world
             )
+    return _means(sums, targets, mesh)
+
+
+def _means(sums: Mapping[str, float], targets: float, mesh: Mesh) -> dict[str, float]:
+    """The sums of all ranks over all their targets. Collective."""
     names = sorted(sums)
     if not mesh.losses.is_same(names):
         raise WrongInput(

@@ -306,8 +306,8 @@ def _data_of(view: RunView, *, held_out: bool) -> str | None:
         return str(data)
     with contextlib.suppress(WrongInput):  # of a newer ingot
         manifest = read_marker(RunFolder(view.root).columns, "manifest.json") or {}
-        data: dict[str, str] = manifest.get("data", {})
-        return data.get("validation" if held_out else "train")
+        prepared: dict[str, str] = manifest.get("data", {})
+        return prepared.get("validation" if held_out else "train")
     return None
 
 

@@ -933,8 +933,8 @@ FAULTS = [
     Fault(
         "all-splits-of-a-set-in-a-bucket",
         "ingot/data/sources/local_files.py",
-        "paths = saved_files(pattern, source.split, knob) or paths",
-        "paths = paths if is_remote(pattern) else saved_files(pattern, source.split, knob) or paths",
+        "saved = saved_files(pattern, source.split, knob)",
+        "saved = None if is_remote(pattern) else saved_files(pattern, source.split, knob)",
         "of a saved data set in a bucket all splits are trained on, those held out among them",
         "tests/data/sources/test_local_files.py",
     ),

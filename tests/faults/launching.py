@@ -391,8 +391,8 @@ FAULTS = [
     Fault(
         "a-save-that-never-ends",
         "ingot/checkpoints/saver.py",
-        "            if not is_told and (",
-        "            if False and (",
+        "            if not is_told and waited_s > long_s:",
+        "            if False:",
         "a training waits for a disk that does not answer, for ever and without a word",
         "tests/checkpoints/test_saver.py",
     ),

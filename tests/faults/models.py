@@ -1038,10 +1038,10 @@ FAULTS = [
         "tests/evaluate/test_evaluate_tasks.py",
     ),
     Fault(
-        "figures-of-another-model",
+        "figures-of-a-model-before",
         "ingot/evaluate/evaluate.py",
-        "if _stamps(folder, files_folder) != before:",
-        "if not before:",
+        "if _stamps(folder, files_folder) != stamps:",
+        "if not stamps:",
         "a model exported during an evaluation gets the figures of the one before it",
         "tests/evaluate/test_evaluate.py",
     ),

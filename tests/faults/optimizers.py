@@ -299,8 +299,8 @@ FAULTS = [
     Fault(
         "average-counter-in-another-shape",
         "ingot/checkpoints/state.py",
-        'shape = () if key.endswith("step") else tensor.shape',
-        'shape = () if key == "step" else tensor.shape',
+        "tensor.shape if about.size == master.parameter.shape else about.size",
+        'about.size if key == "step" else tensor.shape',
         "the count of averaged steps is restored in another shape",
         AVERAGED,
     ),

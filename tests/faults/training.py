@@ -414,7 +414,7 @@ FAULTS = [
     ),
     Fault(
         "too-short-and-not-told",
-        "ingot/train/trainer.py",
+        "ingot/train/announcement.py",
         'say(f"train: warning: {knob}: {why}")',
         "pass",
         "a mean of checkpoints is asked for, and the weights of the only one are exported",
@@ -438,7 +438,7 @@ FAULTS = [
     ),
     Fault(
         "places-told-as-text",
-        "ingot/train/trainer.py",
+        "ingot/train/announcement.py",
         "a_row = (rows.tokens - rows.left_out) / len(rows)",
         "a_row = recipe.data.seq_len",
         "a part of the tokens that were asked for is trained on, and nobody is told",
@@ -538,8 +538,8 @@ FAULTS = [
     Fault(
         "moments-in-place-of-step",
         "ingot/checkpoints/state.py",
-        'shape = () if key.endswith("step") else tensor.shape',
-        "shape = tensor.shape",
+        "tensor.shape if about.size == master.parameter.shape else about.size",
+        "tensor.shape",
         "the optimizer's step counter is restored in another shape",
     ),
     Fault(

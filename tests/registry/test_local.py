@@ -440,7 +440,8 @@ def test_it_can_be_read_by_whoever_may_not_write(registry: LocalRegistry) -> Non
             os.setuid(65534)  # nobody; root may write anywhere
         assert not os.access(shared, os.W_OK)
         version = LocalRegistry(shared / registry.path.name).live("words")
-        assert version is not None and version.number == 1
+        assert version is not None
+        assert version.number == 1
 
     with tempfile.TemporaryDirectory() as folder:  # what pytest makes, only its owner may enter
         shared = Path(folder)

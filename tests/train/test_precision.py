@@ -25,7 +25,7 @@ from ingot.config.shape import BatchPlan
 from ingot.models.hf.folder import stored_tensors
 from ingot.parallel.masters import Masters
 from ingot.parallel.mesh import Mesh, running_mesh
-from ingot.train import trainer
+from ingot.train import announcement
 from ingot.train.optim import optimizers as stochastic
 from ingot.train.optim.optimizers import Noise, make_optimizer, round_to_bf16
 from ingot.train.setup import check_formats, check_memory, computing_type
@@ -420,7 +420,7 @@ def test_a_processor_that_is_fast_in_bf16_is_told(
     recipe = small_recipe(root, train__steps=1)
     train(recipe)
     assert FAST not in capsys.readouterr().err, "small models gain little"
-    monkeypatch.setattr(trainer, "LARGE", 0)
+    monkeypatch.setattr(announcement, "LARGE", 0)
     train(recipe, fresh=True)
     assert FAST in capsys.readouterr().err
     train(small_recipe(root, train__steps=1, precision__compute="fp32"), fresh=True)
@@ -441,5 +441,5 @@ def test_a_gpu_whose_layers_are_not_compiled_is_told_of(
     knobs: dict[str, Any], device: str, millions: float, told: bool, root: Path
 ) -> None:
     recipe = small_recipe(root, **knobs)
-    said = trainer.advice_on_compute(recipe, "bf16", torch.device(device), millions)
+    said = announcement.advice_on_compute(recipe, "bf16", torch.device(device), millions)
     assert ("train.compile=true" in (said or "")) is told

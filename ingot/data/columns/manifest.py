@@ -89,7 +89,7 @@ class PreparedData:
     tokenizer: str
     template: str | None
     vocab_size: int
-    data: dict[Split, str]
+    data: dict[str, str]
     sets: dict[Split, str]
     closing: int = 0
     """How many ids the tokenizer appends to a framed text; they are kept when it is truncated."""
