@@ -128,8 +128,8 @@ class PreparedData:
 
 
 def data_identities(
-    files: Sequence[FileEntry], splits: Iterable[Split], tokenizer: str
-) -> dict[Split, str]:
+    files: Sequence[FileEntry], splits: Iterable[str], tokenizer: str
+) -> dict[str, str]:
     """The identity of each split's data: of its own files alone, so that a training is the same
     whatever it is measured on.
     """
