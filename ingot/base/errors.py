@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import copyreg
 import os
 import signal
 import sys
@@ -58,6 +59,10 @@ class Stopped(IngotError):
     def __init__(self, message: str, *, signum: int, committed: bool) -> None:
         super().__init__(message)
         self.exit_code = EXIT_STOPPED if committed else 128 + signum
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickled as it is: made without `__init__`, which asks for more than the message."""
+        return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
 
 SHOWN = 200

@@ -1,14 +1,25 @@
-"""Two values that a message calls different are shown as two different texts."""
+"""Errors travel between processes as they are; two values that a message calls different are shown
+as two different texts.
+"""
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ingot.base.errors import SHOWN, differing
+from ingot.base.errors import (
+    SHOWN,
+    Failed,
+    IngotError,
+    Stopped,
+    WrongInput,
+    differing,
+)
 
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=400),
@@ -43,3 +54,20 @@ def test_the_shortest_way_that_tells_them_apart(one: Any, other: Any, shown: Any
         return ", ".join(value) if isinstance(value, list) else str(value)
 
     assert differing(one, other, short) == shown
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        WrongInput("no"),
+        Failed("full"),
+        Stopped("stopped", signum=15, committed=True),
+        Stopped("stopped", signum=15, committed=False),
+    ],
+)
+def test_an_error_comes_out_of_another_process_as_it_was(error: IngotError) -> None:
+    """A pool of processes hangs on one that cannot be unpickled."""
+    error.add_note("in the pool")
+    for other in (*(pickle.loads(pickle.dumps(error, n)) for n in range(6)), copy.copy(error)):
+        assert (type(other), str(other)) == (type(error), str(error))
+        assert (other.exit_code, other.__notes__) == (error.exit_code, error.__notes__)
