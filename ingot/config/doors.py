@@ -259,7 +259,7 @@ def _digest(file: Path) -> str | None:
 def _load_entry(entry: EntryPoint) -> Any:
     try:
         return entry.load()
-    except (ImportError, AttributeError) as error:
+    except Exception as error:  # whatever the package's own code raises as it is imported
         package = "an installed package" if entry.dist is None else entry.dist.name
         raise WrongInput(
             f"{entry.name} = {entry.value} of {package} cannot be imported"

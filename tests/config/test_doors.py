@@ -80,6 +80,24 @@ def test_a_package_that_cannot_be_imported_is_named(
         DOOR.find("blue")
 
 
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("BLUE = undefined", "NameError: name 'undefined'"),
+        ("def (:", "SyntaxError"),
+        ("1 / 0", "Ze"),
+    ],
+)
+def test_a_package_whose_code_fails_is_named(
+    code: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _install(tmp_path, monkeypatch, blue="failing_paint:BLUE")
+    (tmp_path / "failing_paint.py").write_text(code)
+    told = rf"colour\.blue = failing_paint:BLUE of paint cannot be imported \({words}"
+    with pytest.raises(WrongInput, match=told):
+        DOOR.find("blue")
+
+
 def test_two_packages_with_the_same_kind_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
