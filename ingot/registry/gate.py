@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from decimal import Decimal
-from typing import Literal
+from typing import Literal, get_args
 
 from ingot.base.errors import WrongInput, differing
 from ingot.base.reports import EvaluationReport, Metric
@@ -87,6 +87,12 @@ def _compare(
     candidate: EvaluationReport, live: EvaluationReport | None, rule: GateSettings
 ) -> GateDecision:
     found: GateDecision = rule.load_implementation()(candidate, live, rule)
+    if not isinstance(found, GateDecision) or found.decision not in get_args(Verdict):
+        said = getattr(found, "decision", found)
+        raise WrongInput(
+            f"gate.kind {rule.kind} decided {said!r}; its implementation must return a GateDecision"
+            f" of {' or '.join(get_args(Verdict))}"
+        )
     if live is not None and (live.model_hash, live.tokenizer_hash) == (
         candidate.model_hash,
         candidate.tokenizer_hash,

@@ -671,4 +671,28 @@ FAULTS = [
         "a training that was brought back gets the hours and the cost of the one after it",
         "tests/report/test_goodput.py",
     ),
+    Fault(
+        "stop-that-cannot-be-unpickled",
+        "ingot/base/errors.py",
+        "return copyreg.__newobj__, (type(self), *self.args), self.__dict__",
+        "return type(self), self.args, self.__dict__",
+        "a training that is stopped in a pool of processes hangs whoever waits for it",
+        "tests/base/test_errors.py",
+    ),
+    Fault(
+        "package-that-fails-unnamed",
+        "ingot/config/doors.py",
+        "    except Exception as error:  # whatever the package's own code raises as it is imported\n",
+        "    except (ImportError, AttributeError) as error:\n",
+        "an installed package whose code fails ends commands that have nothing to do with it, unnamed",
+        "tests/config/test_doors.py",
+    ),
+    Fault(
+        "gate-that-says-neither",
+        "ingot/registry/gate.py",
+        "found.decision not in get_args(Verdict)",
+        "found.decision is None",
+        "a gate that says Deploy keeps the live model, and says that it decided",
+        "tests/registry/test_gate.py",
+    ),
 ]

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given
@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from ingot.base.errors import WrongInput
 from ingot.base.reports import EvaluationReport, Metric
-from ingot.config.sections.deployment import MetricGate
-from ingot.registry.gate import decide
+from ingot.config.sections.deployment import GateSettings, MetricGate
+from ingot.registry.gate import GateDecision, decide
 
 FIRST = "the first version; the next has to beat"
 
@@ -312,6 +312,27 @@ def test_a_direction_that_contradicts_the_metric_is_refused(live: EvaluationRepo
         ),
     ):
         decide(report("new", low(2.6)), live, MetricGate(direction="higher"))
+
+
+class OwnGate(GateSettings):
+    """A gate that decides whatever it is told."""
+
+    implementation = "own_decision"
+    kind: Literal["own"] = "own"
+    said: str = "keep"
+
+
+def own_decision(candidate: EvaluationReport, live: EvaluationReport | None, rule: OwnGate) -> Any:
+    given: Any = {"True": True, "None": None}.get(rule.said, rule.said)
+    return given if given is None else GateDecision(given, "so it is", (), rule)
+
+
+@pytest.mark.parametrize("said", ["Deploy", "True", "", "None"])
+def test_what_is_neither_deploy_nor_keep_is_no_decision(said: str) -> None:
+    new = report("new", low(2.4))
+    assert decide(new, None, OwnGate()).decision == "keep"
+    with pytest.raises(WrongInput, match=rf"gate\.kind own decided '?{said}'?; .* deploy or keep"):
+        decide(new, None, OwnGate(said=said))
 
 
 def test_the_live_model_itself_may_stay() -> None:
