@@ -5,7 +5,7 @@ what decays are the matrices.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal, cast
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from torch import nn
 
 from ingot.base.environment import Ranks
 from ingot.base.errors import WrongInput
-from ingot.config.sections.training import SGD, AdamW
+from ingot.config.sections.training import SGD, AdamW, OptimizerSettings
 from ingot.parallel.masters import Masters
 from ingot.parallel.mesh import Mesh
 from ingot.train.optim import optimizers
@@ -144,6 +144,44 @@ GROUPS: list[dict[str, Any]] = [
     {"match": "linear.*", "lr_factor": 0.5},
     {"match": "*", "weight_decay": 0.2},
 ]
+
+
+class Own(OptimizerSettings):
+    """An optimizer as a package brings one."""
+
+    implementation = "make_own"
+    kind: Literal["own"] = "own"
+    lr: float = 0.1
+    name: str = "SGD"
+    fused: bool | None = None
+
+
+class Heeding(torch.optim.RMSprop):
+    found_inf: torch.Tensor | None = None
+
+
+def make_own(
+    settings: Own, groups: list[dict[str, Any]], masters: Masters, seed: int
+) -> torch.optim.Optimizer:
+    kind = Heeding if settings.name == "Heeding" else getattr(torch.optim, settings.name, object)
+    made = kind() if kind is object else kind(groups, **({"fused": True} if settings.fused else {}))
+    return cast("torch.optim.Optimizer", made)
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adagrad", "NAdam", "RMSprop", "Adamax", "Adafactor"])
+def test_an_optimizer_that_takes_every_step_is_refused(name: str) -> None:
+    masters = Masters(Layer(), Mesh(Ranks(), torch.device("cpu")))
+    with pytest.raises(WrongInput, match=rf"kind own made a {name} without found_inf, which would"):
+        make_optimizer(Own(name=name), masters)
+
+
+def test_an_optimizer_that_can_leave_out_a_step_is_taken() -> None:
+    masters = Masters(Layer(), Mesh(Ranks(), torch.device("cpu")))
+    for name in ("SGD", "Adagrad", "Adam", "AdamW"):
+        make_optimizer(Own(name=name, fused=True), masters)
+    make_optimizer(Own(name="Heeding"), masters)
+    with pytest.raises(WrongInput, match=r"made a object, which is no torch\.optim\.Optimizer"):
+        make_optimizer(Own(name="nothing of torch's"), masters)
 
 
 def test_groups_have_rates_and_decays_of_their_own() -> None:

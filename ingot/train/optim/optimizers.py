@@ -30,6 +30,8 @@ from ingot.parallel.masters import Masters
 from ingot.train.optim.averaging import keep_average
 from ingot.train.optim.eager import EagerAdamW, EagerOptimizer, EagerSGD
 
+FUSED = "_step_supports_amp_scaling"
+"""What torch sets on an optimizer that leaves out a step where its `found_inf` is 1."""
 SLICE = 2**20
 """Elements updated at a time, which bounds the size of temporaries."""
 _GOLDEN, _MIX1, _MIX2 = 0x9E3779B9 - 2**32, 0x7FEB352D, 0x846CA68B - 2**32  # as signed 32-bit
@@ -243,6 +245,9 @@ def make_optimizer(
     """Make the optimizer that the settings name, and let it keep an average of the weights if one
     is asked for. Weight decay applies to matrices, not to vectors (norms, biases), unless a group
     of the settings says otherwise; a ratio of LoRA+ multiplies what a group says of rates.
+
+    Raises:
+        WrongInput: the optimizer cannot leave out a step.
     """
     groups: dict[tuple[float, float], dict[str, Any]] = {}
     ratio = None if lora is None else lora.plus_ratio
@@ -263,9 +268,27 @@ def make_optimizer(
     # A pipeline stage whose layers are all frozen gets one empty group.
     made = list(groups.values()) or [{"params": [], "weight_decay": settings.matrix_decay}]
     optimizer: optim.Optimizer = settings.load_implementation()(settings, made, masters, seed)
+    _check_leaves_out(settings, optimizer)
     if average is not None and average.kind == "ema":
         keep_average(optimizer, masters, average.decay)
     return optimizer
+
+
+def _check_leaves_out(settings: OptimizerSettings, optimizer: optim.Optimizer) -> None:
+    """Raises WrongInput if an optimizer would take steps that are to be left out: it neither has
+    `found_inf` nor is one of torch's that heed it, the fused ones.
+    """
+    if not isinstance(optimizer, optim.Optimizer):
+        raise WrongInput(
+            f"train.optimizer.kind {settings.kind} made a {type(optimizer).__name__}, which is no"
+            " torch.optim.Optimizer"
+        )
+    if not (hasattr(optimizer, "found_inf") or getattr(optimizer, FUSED, False)):
+        raise WrongInput(
+            f"train.optimizer.kind {settings.kind} made a {type(optimizer).__name__} without"
+            " found_inf, which would take steps that are not finite; use one of torch's with"
+            " fused=True, or a class with an attribute found_inf that changes nothing where it is 1"
+        )
 
 
 def group_of(settings: OptimizerSettings, name: str) -> ParameterGroup | None:
