@@ -8,6 +8,7 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
+from ingot.base.errors import WrongInput
 from ingot.config.sections.objective import ObjectiveSettings
 from ingot.data.batches.loader import Batch
 from ingot.models.native.decoder import Decoder
@@ -104,6 +105,16 @@ class TwoPassObjective(Objective, Protocol):
 
 
 def make_objective(settings: ObjectiveSettings, inputs: ObjectiveInputs) -> Objective:
-    """The objective that the settings name as their implementation."""
+    """The objective that the settings name as their implementation.
+
+    Raises:
+        WrongInput: it lacks a method of an objective.
+    """
     objective: Objective = settings.load_implementation()(settings, inputs)
+    for name in ("targets", "extras", "token", "reduce"):
+        if not callable(getattr(objective, name, None)):
+            raise WrongInput(
+                f"objective.kind {settings.kind} is a {type(objective).__name__}, which has no"
+                f" method {name}; an objective has all of ingot.objectives.protocol.Objective"
+            )
     return objective
