@@ -135,6 +135,8 @@ def find_source(
         Failed: the storage cannot be reached.
     """
     found, is_split = _all_files(source, knob)
+    if not found:
+        raise WrongInput(f"{knob} {source.source} has no file; name another")
     excluded = _any_of(source.exclude)
     files = [file for file in found if not excluded.fullmatch(file.name)]
     if not files:

@@ -13,6 +13,7 @@ import fsspec
 import pytest
 
 from ingot.base.errors import WrongInput
+from ingot.config.doors import Door
 from ingot.config.sections.data import SourceSettings
 from ingot.data.ingest import ingest
 from ingot.data.sources.find import (
@@ -22,8 +23,9 @@ from ingot.data.sources.find import (
     source_stamps,
     stamps_of,
 )
+from ingot.data.sources.kind import SourceKind
 from ingot.data.sources.local_files import STDLIB
-from ingot.data.sources.source_file import name_with_ending
+from ingot.data.sources.source_file import SourceFile, name_with_ending
 from tests.data.small import recipe
 from tests.data.test_ingest import documents
 from tests.loopback import Loopback
@@ -202,6 +204,20 @@ def test_of_what_others_name_a_pattern_without_a_file_is_told() -> None:
     find_source(SourceSettings(source=STDLIB, exclude=["*.xml"]), tell=told.append)
     assert len(told) == 1
     assert "exclude has *.xml, and no file is named so" in told[0]
+
+
+class Nothing(SourceKind):
+    """A source that finds no file."""
+
+    def find(self, source: SourceSettings, knob: str) -> list[SourceFile]:
+        return []
+
+
+def test_a_source_without_a_file_is_told_as_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    door = Door("source", {"nothing": f"{__name__}:Nothing"})
+    monkeypatch.setattr("ingot.data.sources.find.SOURCES", door)
+    with pytest.raises(WrongInput, match="source nothing:3 has no file; name another"):
+        names("nothing:3")
 
 
 def test_the_standard_library() -> None:
