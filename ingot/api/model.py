@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from ingot.base.runfolder import RunFolder, model_folder
 from ingot.config.models.content import earlier_model
 from ingot.models.native.decoder import Decoder
 from ingot.serve.native.model import load
-from ingot.serve.predict import PredictOptions, predict_locally
+from ingot.serve.predict import PredictOptions, check_characters, predict_locally
 
 Message = Mapping[str, Any]
 
@@ -44,8 +44,9 @@ class Model:
 
     def __init__(self, folder: str | Path, *, any_template: bool = True) -> None:
         """`any_template`: also load a chat model whose template was replaced since its training."""
-        self.folder = model_folder(Path(folder))
-        if doubt := earlier_model(RunFolder(Path(folder))):
+        given = Path(folder).expanduser()
+        self.folder = model_folder(given)
+        if doubt := earlier_model(RunFolder(given)):
             say(f"note: {doubt}")
         self._loaded = load(self.folder, any_template=any_template)
         self.kind, self.tokenizer = self._loaded.kind, self._loaded.tokenizer
@@ -84,6 +85,7 @@ class Model:
             raise WrongInput(f"{self.folder}: log-probabilities are for native decoders alone")
         if not isinstance(text, str):
             raise WrongInput(f"a text is needed, not {text!r}")
+        check_characters("the text", text)
         ids = self._loaded.encode(text)
         positions = model.config.max_position_embeddings
         if not 0 < len(ids) <= positions:
@@ -104,6 +106,8 @@ class Model:
         if unknown := sorted(options.keys() - known):
             raise WrongInput(f"there is no option {unknown[0]}; there are {', '.join(known)}")
         stop = options.pop("stop", None)
+        if not isinstance(stop, Iterable | None):
+            raise WrongInput(f"stop is {stop!r}; give a text or a list of texts")
         options["stop"] = (stop,) if isinstance(stop, str) else tuple(stop or ())
         if "" in options["stop"]:
             raise WrongInput("stop has an empty text, which every answer begins with; leave it out")

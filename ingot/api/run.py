@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import signal
 import subprocess
@@ -108,6 +109,7 @@ def load(*recipe: str | Path, quiet: bool = False, **knobs: Any) -> Run:
     if not files:
         raise WrongInput("no recipe is given; name one, such as quickstart (`ingot recipes`)")
     overrides += [f"{name.replace('__', '.')}={_typed(value)}" for name, value in knobs.items()]
+    files = [os.path.expanduser(file) for file in files]
     paths = [str(resolve(file)[0]) for file in files] if quiet else tell_names(files)
     try:
         recipe_read = load_recipe(paths, overrides)

@@ -54,6 +54,10 @@ class PredictOptions:
             value = getattr(self, name)
             if value is not None and not isinstance(value, int):
                 raise WrongInput(f"{name} is {value!r}; give a whole number")
+        for text in self.stop:
+            if not isinstance(text, str):
+                raise WrongInput(f"stop has {text!r}; give texts")
+            check_characters("stop", text)
 
     def check(self, kind: str) -> None:
         """Raises WrongInput for options that this kind of model does not have."""
@@ -67,6 +71,14 @@ class PredictOptions:
                 f"{what} writes no text, so that settings of texts (max_tokens, temperature,"
                 " ...) mean nothing; leave them out"
             )
+
+
+def check_characters(what: str, value: object) -> None:
+    """Raises WrongInput if a text, or one within messages, holds what no UTF-8 can say."""
+    try:
+        json.dumps(value, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError:
+        raise WrongInput(f"{what} holds half of a surrogate pair; give whole characters") from None
 
 
 def predict(
@@ -112,6 +124,7 @@ def predict_locally(
     """Text and scores from the model in this process; `prompt` may be a list of messages where
     `options.chat` is set. Raises Failed where logits are not finite.
     """
+    check_characters("the prompt", prompt)
     text, scores = _answer(loaded, prompt, options)
     if text is None:
         raise Failed(

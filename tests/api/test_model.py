@@ -60,7 +60,12 @@ def test_logprobs_are_those_of_transformers(model: ingot.Model, folder: Path) ->
         (lambda model: model.generate("a", max_tokens="5"), "max_tokens is '5'; give a whole"),
         (lambda model: model.generate("a", stop=""), "stop has an empty text"),
         (lambda model: model.generate("a", stop=["b", ""]), "stop has an empty text"),
+        (lambda model: model.generate("a", stop=5), "stop is 5; give a text or a list"),
+        (lambda model: model.generate("a", stop=[1]), "stop has 1; give texts"),
         (lambda model: model.logprobs(5), "a text is needed, not 5"),
+        (lambda model: model.logprobs("a\ud800"), "the text holds half of a surrogate pair"),
+        (lambda model: model.generate("\udfffa"), "the prompt holds half of a surrogate pair"),
+        (lambda model: model.generate("a", stop="\ud800"), "stop holds half of a surrogate pair"),
     ],
 )
 def test_what_it_cannot_do_is_told(call: object, told: str, model: ingot.Model) -> None:
@@ -73,6 +78,11 @@ def test_no_text_to_stop_at_is_none(model: ingot.Model) -> None:
     written = model.generate("a", max_tokens=4)
     assert model.generate("a", max_tokens=4, stop=None) == written
     assert model.generate("a", max_tokens=4, stop=[]) == written
+
+
+def test_a_home_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(folder.parent))
+    assert ingot.Model(f"~/{folder.name}").folder == folder
 
 
 def test_a_folder_that_is_no_model(tmp_path: Path) -> None:

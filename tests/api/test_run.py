@@ -147,6 +147,8 @@ def test_errors_are_exceptions_with_the_command_lines_words(
         with pytest.raises(ingot.WrongInput) as raised:
             ingot.load(*words)
         assert typed.stderr.replace("` on the command line", "`") == f"error: {raised.value}\n"
+    monkeypatch.setenv("HOME", str(done.here))
+    assert ingot.load(f"~/{done.recipe.name}", quiet=True).recipe == ingot.load(done.recipe).recipe
     away = ingot.load(done.recipe, name="away", data__train=[{"source": "gone"}], quiet=True)
     with pytest.raises(ingot.WrongInput) as raised:
         away.ingest()
