@@ -16,7 +16,9 @@ BARS = "▁▂▃▄▅▆▇█"
 
 
 class LiveCurve:
-    """A callback for `on_step`. `every_s`: seconds between two drawings."""
+    """A callback for `on_step`. `every_s`: seconds between two drawings. Steps that a training
+    rolled back over are no part of the curve.
+    """
 
     def __init__(self, every_s: float = 0.5) -> None:
         self._every_s, self._drawn = every_s, 0.0
@@ -25,8 +27,11 @@ class LiveCurve:
 
     def __call__(self, step: StepMetrics) -> None:
         for name, value in (("loss", step.loss), ("validation loss", step.validation_loss)):
+            points = self.points[name]
+            while points and points[-1][0] > step.step - (value is not None):
+                points.pop()
             if value is not None:
-                self.points[name].append((step.step, value))
+                points.append((step.step, value))
         if time.monotonic() - self._drawn >= self._every_s:
             self._drawn = time.monotonic()
             self._draw()

@@ -173,7 +173,7 @@ class Run:
     def train(self, *, fresh: bool = False, on_step: OnStep | None = None) -> TrainResult:
         """Train, or go on from the newest checkpoint, and export the model. `on_step` is called
         with what is logged, while training goes on; an exception in it stops the training, which
-        saves a checkpoint.
+        saves a checkpoint. Steps that a training rolls back over come again, as it does them again.
         """
         return self._do(TrainResult, "train", ["--fresh"] * fresh, on_step)
 
@@ -210,7 +210,7 @@ class Run:
 
     def metrics(self) -> list[StepMetrics]:
         """Everything that was logged so far."""
-        return list(_read_metrics(self.folder.metrics, AppendedLines(), since=-math.inf))
+        return list(_LoggedLines(self.folder.metrics, since=-math.inf).read())
 
     def model(self) -> Model:
         """The trained model."""
@@ -332,32 +332,44 @@ def _error(verb: str, code: int, message: str) -> IngotError:
 
 def _logged(path: Path, verb: _Verb) -> Iterator[StepMetrics]:
     """What is logged from now on, until the verb is over."""
-    lines, since = AppendedLines(), time.time()
+    lines = _LoggedLines(path, since=time.time())
     while True:
         over = verb.over()  # asked before reading, so that nothing is missed
-        yield from _read_metrics(path, lines, since)
+        yield from lines.read()
         if over:
             return
         time.sleep(POLL_S)
 
 
-def _read_metrics(path: Path, lines: AppendedLines, since: float) -> Iterator[StepMetrics]:
-    """What was logged after `since`, of the lines that were not read yet."""
-    while found := lines.next(path)[0]:
-        lines.done(found)
-        for line in found:
-            yield from _parse(line, since)
+class _LoggedLines:
+    """What is logged after `since`, each line once. A training that rolls back writes the file
+    anew, without the steps that it does again: what stays of it was given before.
+    """
 
+    def __init__(self, path: Path, since: float) -> None:
+        self._path, self._lines = path, AppendedLines()
+        self._since = self._newest = since
 
-def _parse(line: bytes, since: float) -> list[StepMetrics]:
-    try:
-        value = json.loads(line)
-        step, when = int(value.pop("step")), float(value.pop("t_wall"))
-    except (ValueError, KeyError, TypeError):  # torn by a crash
-        return []
-    if when <= since:
-        return []
-    return [StepMetrics(step, {k: math.nan if v is None else v for k, v in value.items()})]
+    def read(self) -> Iterator[StepMetrics]:
+        while True:
+            found, begins = self._lines.next(self._path)
+            if not found:
+                return
+            self._since = self._newest if begins else self._since
+            self._lines.done(found)
+            for line in found:
+                yield from self._parse(line)
+
+    def _parse(self, line: bytes) -> list[StepMetrics]:
+        try:
+            value = json.loads(line)
+            step, when = int(value.pop("step")), float(value.pop("t_wall"))
+        except (ValueError, KeyError, TypeError):  # torn by a crash
+            return []
+        if when <= self._since:
+            return []
+        self._newest = max(self._newest, when)
+        return [StepMetrics(step, {k: math.nan if v is None else v for k, v in value.items()})]
 
 
 def in_notebook() -> bool:

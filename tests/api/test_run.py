@@ -17,9 +17,10 @@ import numpy as np
 import pytest
 
 import ingot
-from ingot.api.run import Run, StepMetrics, _Verb
+from ingot.api.curve import LiveCurve
+from ingot.api.run import Run, StepMetrics, _LoggedLines, _Verb
 from ingot.base.reports import read_report
-from ingot.base.runlog import read_lines
+from ingot.base.runlog import JsonLines, read_lines
 from ingot.cli.output import plain
 from ingot.config.load import dump_recipe
 from ingot.report.results import RESULTS, RunResult, StepResult
@@ -192,6 +193,25 @@ def test_a_verb_goes_on_when_the_thread_that_began_it_ends(
     with begun[0] as verb:
         pass
     assert verb.result()["recipes"]
+
+
+def test_a_training_that_rolls_back_is_told_each_line_once(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    tail, curve, seen = _LoggedLines(path, since=-math.inf), LiveCurve(), list[int]()
+
+    def write(lines: JsonLines, steps: range, loss: float) -> None:
+        for step in steps:
+            lines.write(step, {"train/loss": loss})
+        for line in tail.read():
+            seen.append(line.step)
+            curve(line)
+
+    write(JsonLines(path), range(1, 6), 4.0)
+    write(JsonLines(path, resume_step=2), range(3, 5), 3.0)  # steps 3 to 5 are done again
+    assert seen == [1, 2, 3, 4, 5, 3, 4]
+    assert curve.points["loss"] == [(1, 4.0), (2, 4.0), (3, 3.0), (4, 3.0)]
+    write(JsonLines(path, resume_step=4), range(5, 6), 2.0)
+    assert seen[7:] == [5], "nothing was taken away that was given"
 
 
 def test_what_json_has_no_number_for_is_null() -> None:

@@ -48,8 +48,8 @@ FAULTS = [
     Fault(
         "curve-of-an-earlier-training",
         "ingot/api/run.py",
-        "lines, since = AppendedLines(), time.time()",
-        "lines, since = AppendedLines(), -math.inf",
+        "lines = _LoggedLines(path, since=time.time())",
+        "lines = _LoggedLines(path, since=-math.inf)",
         "a callback is given what an earlier training of the folder logged",
         "tests/api/test_run.py",
     ),
@@ -694,5 +694,13 @@ FAULTS = [
         "found.decision is None",
         "a gate that says Deploy keeps the live model, and says that it decided",
         "tests/registry/test_gate.py",
+    ),
+    Fault(
+        "steps-told-again-after-a-roll-back",
+        "ingot/api/run.py",
+        "            self._since = self._newest if begins else self._since\n",
+        "            self._since = self._since\n",
+        "after a roll-back a callback is given every step from the first a second time",
+        "tests/api/test_run.py",
     ),
 ]
