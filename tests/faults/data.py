@@ -1267,4 +1267,12 @@ FAULTS = [
         "more held-out documents train everything again, or refuse an unfinished training",
         "tests/data/test_prepare.py",
     ),
+    Fault(
+        "weight-of-what-is-held-out",
+        "ingot/config/sections/data.py",
+        "            if source.weight != 1:\n",
+        "            if False:\n",
+        "a weight of held-out documents is set, and they are measured as without it",
+        "tests/config/test_recipe.py",
+    ),
 ]

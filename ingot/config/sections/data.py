@@ -285,6 +285,21 @@ class Data(Section):
             )
         return given
 
+    @field_validator("validation")
+    @classmethod
+    def _counted_by_documents(
+        cls, given: list[SourceSettings] | ValidationShare
+    ) -> list[SourceSettings] | ValidationShare:
+        """A weight says how often something is trained on, and loss counts every document once."""
+        for number, source in enumerate(given if isinstance(given, list) else ()):
+            if source.weight != 1:
+                raise ValueError(
+                    f"data.validation[{number}].weight {source.weight:g} has no effect on what is"
+                    " measured, where every document counts once, and each source's metrics stand"
+                    " beside; remove it, or set the source's `fraction`"
+                )
+        return given
+
     @property
     def holds_out(self) -> bool:
         """Whether there are held-out documents to measure on."""
