@@ -5,25 +5,51 @@ on the disk before the marker is.
 from __future__ import annotations
 
 import io
+import itertools
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.checkpoint import default_planner
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 
 from ingot.base import markers
 from ingot.base.markers import FileEntry, entry_of, read_marker
 from ingot.base.storage import sha256_file
+from ingot.checkpoints import writer
 from ingot.checkpoints.state import training_tensors
 from ingot.checkpoints.store import COMMIT, newest_valid, step_folder
-from ingot.checkpoints.writer import HashedStream, write_checkpoint, write_tensors
+from ingot.checkpoints.writer import (
+    CheckedPlanner,
+    HashedStream,
+    write_checkpoint,
+    write_tensors,
+)
 from ingot.config.sections.layout import Parallel
 from ingot.models.parameters import local_tensor
 from ingot.parallel.mesh import Mesh, running_mesh
 from tests.checkpoints.states import ALONE, trained
 from tests.checkpoints.test_layouts import train_state, value
+from tests.exhaustive import examples
 from tests.ranks import run_ranks
 from tests.saving import save_checkpoint
 
@@ -212,3 +238,98 @@ def test_what_is_committed_stays_though_a_rank_died_before_it_heard_of_it(tmp_pa
     found = newest_valid(tmp_path)
     assert found is not None
     assert found.step == 1
+
+
+Box = tuple[tuple[int, int], ...]
+"""Offset and size of a shard in each dimension."""
+
+
+def plans(size: tuple[int, ...], shards: Sequence[Box]) -> list[SavePlan]:
+    """What ranks with a shard each tell rank 0 of one tensor."""
+    return [
+        SavePlan(
+            [
+                WriteItem(
+                    MetadataIndex("weight", torch.Size(begin for begin, _ in shard)),
+                    WriteItemType.SHARD,
+                    tensor_data=TensorWriteData(
+                        ChunkStorageMetadata(
+                            torch.Size(begin for begin, _ in shard),
+                            torch.Size(length for _, length in shard),
+                        ),
+                        TensorProperties(),
+                        torch.Size(size),
+                    ),
+                )
+            ],
+            planner_data={"weight": ("weight",)},
+        )
+        for shard in shards
+    ]
+
+
+def planned(planner: SavePlanner, told: list[SavePlan]) -> tuple[list[SavePlan], Metadata] | None:
+    """The plan for all ranks; None where it is refused."""
+    try:
+        return planner.create_global_plan(told)
+    except ValueError:
+        return None
+
+
+LENGTHS = st.lists(st.integers(1, 3), min_size=1, max_size=4)
+
+
+@settings(max_examples=examples(60, 300), deadline=None)
+@given(st.lists(LENGTHS, min_size=1, max_size=3), st.data())
+def test_a_plan_is_what_torch_makes_of_it(lengths: list[list[int]], data: st.DataObject) -> None:
+    """Also where a shard is missing, moved, of another length or twice."""
+    size = tuple(map(sum, lengths))
+    pieces = [
+        zip(itertools.accumulate([0, *of_one[:-1]]), of_one, strict=True) for of_one in lengths
+    ]
+    shards = data.draw(st.permutations(list(itertools.product(*pieces))))
+    one = st.tuples(*(st.tuples(st.integers(-1, 5), st.integers(1, 4)) for _ in size))
+    place = data.draw(st.integers(0, len(shards) - 1))
+    change = data.draw(st.sampled_from(["nothing", "lost", "twice", "other", "more"]))
+    shards[place : place + (change in ("lost", "other"))] = (
+        [shards[place]] if change == "twice" else [data.draw(one)] * (change in ("other", "more"))
+    )
+    # Of a rank for which nothing is left.
+    shards.append(((size[0], 0), *((0, length) for length in size[1:])))
+    # Torch lets a rank that is alone keep less than all.
+    told = [*plans(size, shards), SavePlan([], planner_data={})]
+    ours, theirs = planned(CheckedPlanner(), told), planned(DefaultSavePlanner(), told)
+    assert ours == theirs
+    assert (ours is not None) or change not in ("nothing", "twice")
+
+
+@pytest.mark.parametrize("shards", [[((0, 2),), ((1, 2),)], [((0, 1),), ((1, 1),), ((0, 2),)]])
+def test_shards_that_overlap_are_refused_though_they_are_as_large(shards: list[Box]) -> None:
+    size = sum(length for ((_, length),) in shards)
+    assert planned(CheckedPlanner(), plans((size,), shards)) is None
+
+
+def test_torchs_own_check_is_not_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes minutes on rank 0 where thousands of ranks share wide matrices."""
+    torchs = mock.Mock(side_effect=AssertionError)
+    monkeypatch.setattr(default_planner, "_validate_global_plan", torchs)
+    masters, optimizer = trained(0)
+    assert write_tensors(tmp_path, training_tensors(masters, optimizer), ALONE)
+
+
+def test_each_shard_is_compared_with_those_beside_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a matrix is wider than tall."""
+    compared = 0
+    overlap = writer._overlap
+
+    def counting(one: writer.Box, other: writer.Box) -> bool:
+        nonlocal compared
+        compared += 1
+        return overlap(one, other)
+
+    monkeypatch.setattr(writer, "_overlap", counting)
+    rows: list[Box] = [((row, 1), (0, 4096)) for row in range(500)]
+    grid: list[Box] = [((row, 1), (half, 2048)) for row in range(250) for half in (0, 2048)]
+    assert planned(CheckedPlanner(), plans((500, 4096), rows)) is not None
+    assert planned(CheckedPlanner(), plans((250, 4096), grid)) is not None
+    assert compared <= 500

@@ -1101,4 +1101,12 @@ FAULTS = [
         "an optimizer of torch's takes steps that are not finite, and they are counted as left out",
         "tests/train/test_optimizers.py",
     ),
+    Fault(
+        "shards-over-each-other",
+        "ingot/checkpoints/writer.py",
+        "        if any(_overlap(box, other) for other in open_boxes):\n",
+        "        if False:\n",
+        "a checkpoint whose shards overlap, and leave a part of the weights out, is committed",
+        "tests/checkpoints/test_writer.py",
+    ),
 ]
