@@ -5,18 +5,21 @@ report of this very model.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ingot.base.errors import WrongInput
+from ingot.base.errors import Failed, WrongInput
 from ingot.base.hub import HubCommit, push_files
 from ingot.base.masking import keys_hidden
 from ingot.base.reports import EvaluationReport, read_record, read_report
-from ingot.base.runfolder import RunFolder
+from ingot.base.runfolder import RunFolder, check_no_other_run, folder_lock
+from ingot.base.storage import stamp
 from ingot.config.models.content import CONTENT, LINEAGE, check_content, read_lineage
 from ingot.config.models.source import kind_of, model_config
 from ingot.registry.card import (
@@ -49,11 +52,13 @@ class PushOptions:
 
 @dataclass(frozen=True)
 class PushPlan:
-    """What would go where."""
+    """What would go where; `stamps` of the files as they were when they were checked."""
 
+    run: RunFolder
     name: str
     public: bool
     files: dict[str, Path | bytes]
+    stamps: dict[str, Any]
 
     @property
     def card(self) -> str:
@@ -81,6 +86,12 @@ def plan_push(run: RunFolder, target: str, options: PushOptions) -> PushPlan:
     if not target.startswith("hf:") or not re.fullmatch(r"[\w.-]+/[\w.-]+", name, re.ASCII):
         raise WrongInput(f"{target} is not a name on the hub; write it as hf:ORG/NAME")
     folder = run.adapter if options.adapter else run.model
+    files: dict[str, Path | bytes] = {
+        path.name: path
+        for path in sorted(folder.glob("*"))
+        if path.is_file() and path.name not in _NOT_SENT and not path.name.startswith(".")
+    }
+    stamps = _stamps(files)
     made = _exported(run, folder, options)
     evaluation = _evaluation(run, made["model_hash"])
     gate = _gate(run, made["model_hash"], evaluation, options)
@@ -106,17 +117,39 @@ def plan_push(run: RunFolder, target: str, options: PushOptions) -> PushPlan:
             {"train": record.result},
         )
     )
-    files: dict[str, Path | bytes] = {
-        path.name: path
-        for path in sorted(folder.iterdir())
-        if path.is_file() and path.name not in _NOT_SENT and not path.name.startswith(".")
-    }
-    return PushPlan(name, options.public, {**files, CARD: card.encode()})
+    return PushPlan(run, name, options.public, {**files, CARD: card.encode()}, stamps)
 
 
 def push(plan: PushPlan) -> HubCommit:
-    """Send what was planned. Raises as `push_files`."""
-    return push_files(plan.name, plan.files, public=plan.public)
+    """Send what was planned, while no other process writes into the run's folder: a training may
+    export another model there, which would be sent with the card of this one.
+
+    Raises:
+        WrongInput: as `push_files`.
+        Failed: as `push_files`; or another process is at work in the folder; or the files are not
+            those that were checked, or no longer where the folder cannot be locked.
+    """
+    root = plan.run.root
+    check_no_other_run(root)
+    # Somebody else's folder may be readable only.
+    with folder_lock(root) if os.access(root, os.W_OK) else contextlib.nullcontext():
+        _check_as_planned(plan, "since it was checked, and nothing was sent")
+        made = push_files(plan.name, plan.files, public=plan.public)
+        _check_as_planned(plan, f"while it was sent, and {made.url} may hold parts of both")
+    return made
+
+
+def _check_as_planned(plan: PushPlan, when: str) -> None:
+    if _stamps(plan.files) != plan.stamps:
+        raise Failed(f"what {plan.run.root} exported was changed {when}; push it again")
+
+
+def _stamps(files: Mapping[str, Path | bytes]) -> dict[str, Any]:
+    return {
+        name: stamp(str(file))
+        for name, file in files.items()
+        if isinstance(file, Path) and file.exists()
+    }
 
 
 def _exported(run: RunFolder, folder: Path, options: PushOptions) -> dict[str, Any]:

@@ -703,4 +703,12 @@ FAULTS = [
         "after a roll-back a callback is given every step from the first a second time",
         "tests/api/test_run.py",
     ),
+    Fault(
+        "pushed-as-it-lies",
+        "ingot/registry/hub.py",
+        "    if _stamps(plan.files) != plan.stamps:\n",
+        "    if not plan.files:\n",
+        "what another training exported meanwhile goes to the hub with the card of this one",
+        "tests/registry/test_push.py",
+    ),
 ]

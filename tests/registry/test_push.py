@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from ingot.base.errors import Failed, WrongInput
+from ingot.base.hub import HubCommit, push_files
 from ingot.base.reports import (
     EvaluationReport,
     Metric,
@@ -20,7 +21,7 @@ from ingot.base.reports import (
     write_record,
     write_report,
 )
-from ingot.base.runfolder import RunFolder
+from ingot.base.runfolder import RunFolder, folder_lock
 from ingot.config.models.content import content_record
 from ingot.config.sections.deployment import MetricGate
 from ingot.models.hf.tensorfile import TensorSpec, write_tensors
@@ -120,6 +121,38 @@ def test_a_model_goes_there_once_and_is_private(run: RunFolder, hub: Hub) -> Non
     again = push(planned(run, license="apache-2.0"))
     assert (again.commit, again.new) == (made.commit, False)
     assert len(hub.sent) == 1
+
+
+def test_only_what_was_checked_is_sent(run: RunFolder, hub: Hub) -> None:
+    """Another training may have exported since, in the time that it takes to confirm or to send."""
+    plan, about = planned(run), json.loads((run.model / "ingot.json").read_text())
+    exported(run.model, about, "config.json", 2.0)
+    with pytest.raises(Failed, match=r"changed since it was checked, and nothing was sent; push"):
+        push(plan)
+    plan = planned(run)
+    with folder_lock(run.root), pytest.raises(Failed, match="is in use by process"):
+        push(plan)
+    assert hub.sent == []
+
+
+def test_nobody_exports_while_a_model_is_sent(
+    run: RunFolder, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And where the folder cannot be locked, what was exported meanwhile is told."""
+    plan = planned(run)
+
+    def training(*given: Any, **how: Any) -> HubCommit:
+        made = push_files(*given, **how)
+        with folder_lock(run.root):
+            exported(run.model, json.loads((run.model / "ingot.json").read_text()), "config.json")
+        return made
+
+    monkeypatch.setattr("ingot.registry.hub.push_files", training)
+    with pytest.raises(Failed, match="is in use by process"):
+        push(plan)
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    with pytest.raises(Failed, match=r"while it was sent, and \S+/org/words may hold parts"):
+        push(plan)
 
 
 def test_an_upload_that_broke_off_goes_on(run: RunFolder, hub: Hub) -> None:
