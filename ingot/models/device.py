@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from ingot.base.environment import processor_name, usable_cores
 from ingot.base.errors import WrongInput
-from ingot.models.peaks import stated_peak
+from ingot.models.nvidia import stated_peak, usage_of
 
 Compute = Literal["fp32", "bf16"]
 
@@ -292,23 +292,12 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def gpu_usage(device: torch.device) -> dict[str, float]:
-    """`util` and `memory` (shares of 1) of this rank's GPU from NVML; empty without a GPU."""
+    """`util` and `memory` (shares of 1) of this rank's GPU, as far as NVML knows them; empty
+    without a GPU.
+    """
     if device.type != "cuda":
         return {}
-    import pynvml
-
-    pynvml.nvmlInit()
-    try:
-        handle = pynvml.nvmlDeviceGetHandleByUUID(
-            f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-        )
-        memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
-        return {
-            "util": pynvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100,
-            "memory": float(memory.used) / float(memory.total),
-        }
-    finally:
-        pynvml.nvmlShutdown()
+    return usage_of(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
 
 
 def use_all_cores(local_world: int) -> None:

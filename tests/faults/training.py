@@ -975,7 +975,7 @@ FAULTS = [
     ),
     Fault(
         "part-of-a-gpu-is-the-whole",
-        "ingot/models/peaks.py",
+        "ingot/models/nvidia.py",
         'None if "MIG" in words or not fitting',
         "None if not fitting",
         "the share of peak of a part of a GPU is measured against the whole one's",
@@ -983,7 +983,7 @@ FAULTS = [
     ),
     Fault(
         "a-gpu-named-within-another",
-        "ingot/models/peaks.py",
+        "ingot/models/nvidia.py",
         "words.issuperset(known.split())",
         "known in name",
         "a GPU of another kind is said to compute as much as one whose name begins alike",

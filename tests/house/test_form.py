@@ -96,7 +96,7 @@ BOUNDARIES: dict[str, str] = {
     "ingot.data.sources.megatron": "a kind of source, which the table of doors names",
     "ingot.data.sources.split_names": "how the hub reads splits out of the names of files",
     "ingot.models.hf.mxfp4": "a format of files, which nothing else knows",
-    "ingot.models.peaks": "a table of what vendors say of their GPUs",
+    "ingot.models.nvidia": "what one vendor says of its devices",
     "ingot.parallel.replicate": "what torch's data parallelism asks of its compiler",
     "ingot.pipeline.origin": "what a stage knows of the run that it began from",
     "ingot.registry.database": "the one file that knows SQLite",

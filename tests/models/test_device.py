@@ -5,14 +5,17 @@ kernels are not run.
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 from typing import Any
 
+import pynvml
 import pytest
 import torch
 
 from ingot.base.errors import WrongInput
 from ingot.evaluate.likelihood import log_likelihoods
 from ingot.models import device as devices
+from ingot.models import nvidia
 from ingot.models.generation.classifier import classify
 from ingot.models.generation.fillmask import fill_masks
 from ingot.models.generation.loop import DecodingLoop
@@ -98,6 +101,47 @@ def test_a_peak_is_that_of_the_whole_name(
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     found = devices.peak_flops(torch.device("cuda", 0), "bf16")
     assert found == (None if tera is None else tera * 1e12)
+
+
+@pytest.fixture
+def a_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """NVML of a GPU whose figures are known, to be put in the place of the library."""
+    nvidia._tell_missing.cache_clear()
+    given = SimpleNamespace(uuid="12345678-0000")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: given)
+    known: dict[str, Any] = {
+        "nvmlInit": None,
+        "nvmlShutdown": None,
+        "nvmlDeviceGetHandleByUUID": 1,
+        "nvmlDeviceGetUtilizationRates": SimpleNamespace(gpu=50),
+        "nvmlDeviceGetMemoryInfo": SimpleNamespace(used=1, total=4),
+    }
+    for name, answer in known.items():
+        monkeypatch.setattr(pynvml, name, lambda *given, answer=answer: answer)
+    return monkeypatch
+
+
+@pytest.mark.parametrize(
+    ("asked", "code", "left"),
+    [
+        ("nvmlInit", "LIBRARY_NOT_FOUND", {}),
+        ("nvmlDeviceGetHandleByUUID", "NOT_FOUND", {}),
+        ("nvmlDeviceGetUtilizationRates", "NOT_SUPPORTED", {"memory": 0.25}),
+        ("nvmlDeviceGetMemoryInfo", "NOT_SUPPORTED", {"util": 0.5}),
+    ],
+)
+def test_what_nvml_does_not_know_is_missing_and_said_once(
+    asked: str, code: str, left: dict[str, float], a_gpu: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gpu = torch.device("cuda", 0)
+    assert devices.gpu_usage(gpu) == {"util": 0.5, "memory": 0.25}
+
+    def refuse(*given: Any) -> None:
+        raise pynvml.NVMLError(getattr(pynvml, f"NVML_ERROR_{code}"))
+
+    a_gpu.setattr(pynvml, asked, refuse)
+    assert [devices.gpu_usage(gpu) for _ in range(2)] == [left] * 2
+    assert capsys.readouterr().err.count("NVML tells nothing of") == 1
 
 
 def test_nothing_else_asks_for_cuda() -> None:
