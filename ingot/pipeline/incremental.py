@@ -38,7 +38,7 @@ from ingot.config.identity import changes
 from ingot.config.load import dump_recipe
 from ingot.config.models.content import earlier_model
 from ingot.config.recipe import Recipe
-from ingot.pipeline.origin import newest_marker, trained_since
+from ingot.pipeline.origin import newest_marker, tell_origin
 from ingot.pipeline.steps import PipelineStep, upstream_steps
 from ingot.report.living import keep_page, renew_page, show_page
 
@@ -101,12 +101,6 @@ def keeps_data(step: PipelineStep, recipe: Recipe, found: StepCheck) -> Pipeline
         for key in (record.knobs.keys() | found.reads.keys()) - {"outside", "folders"}
     )
     return record if same and _is_unfinished(run) else None
-
-
-def tell_origin(step: PipelineStep, recipe: Recipe) -> None:
-    """Say of a training that is not done again whether the run it began with was since."""
-    if step.verb == "train" and (told := trained_since(recipe)) is not None:
-        say(f"note: {told}")
 
 
 def _is_unfinished(run: RunFolder) -> bool:

@@ -47,8 +47,8 @@ from ingot.pipeline.incremental import (
     check_step,
     keeps_data,
     run_step,
-    tell_origin,
 )
+from ingot.pipeline.origin import tell_origin
 from ingot.pipeline.steps import STEPS, PipelineStep
 from ingot.report.formatting import keeps_paths_whole, paths_of_run
 from ingot.report.living import show_page

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from ingot.base.markers import read_marker
+from ingot.base.progress import say
 from ingot.base.runfolder import RunFolder
 from ingot.config.recipe import Recipe
 from ingot.launch.supervisor.supervise import COMMIT
+from ingot.pipeline.steps import PipelineStep
 
 
 def newest_marker(checkpoints: Path) -> dict[str, Any] | None:
@@ -18,7 +20,13 @@ def newest_marker(checkpoints: Path) -> dict[str, Any] | None:
     return max((marker for marker in markers if marker), key=itemgetter("step"), default=None)
 
 
-def trained_since(recipe: Recipe) -> str | None:
+def tell_origin(step: PipelineStep, recipe: Recipe) -> None:
+    """Say of a training that is not done again whether the run it began with was since."""
+    if step.verb == "train" and (told := _trained_since(recipe)) is not None:
+        say(f"note: {told}")
+
+
+def _trained_since(recipe: Recipe) -> str | None:
     """That the run of `train.start_from` was trained to an end since this training began, in words.
     It began with the weights of then and stays as it is: the other run might be still at work.
     """

@@ -148,7 +148,7 @@ def _train_from_checkpoint(
         hooks = make_hooks(process, setup, state, source, start, closing)
         context = make_step_context(process, setup, state, source, hooks, first)
         announce(setup, state, mesh, first, start)
-        _record_start(events, setup, mesh, first, start, time.monotonic() - began)
+        _record_start(process, setup, start, first, time.monotonic() - began)
 
         loop_began, reached, stopped = time.monotonic(), first, False
         signals.leave_between_steps()
@@ -183,21 +183,24 @@ def _train_from_checkpoint(
 
 
 def _record_start(
-    events: EventSink,
+    process: TrainingProcess,
     setup: TrainSetup,
-    mesh: Mesh,
-    first: int,
     start: CommittedCheckpoint | None,
+    first: int,
     seconds: float,
 ) -> None:
-    events.emit(
+    """Record that training is at work, from which step on, where, and which training it is: what it
+    costs is counted beside that of others in the same folder.
+    """
+    mesh = process.mesh
+    shared = {"world": mesh.world, "per_node": mesh.ranks.local_world}
+    process.events.emit(
         "start",
         step=first,
         seconds=seconds,
         cause="resumed" if start else "first step",
         last=setup.last,
-        devices=device_record(mesh.device)
-        | {"world": mesh.world, "per_node": mesh.ranks.local_world},
+        devices=device_record(mesh.device) | shared,
         training=fingerprint(setup.identity),
     )
 
