@@ -172,7 +172,7 @@ def make_hooks(
                 say(f"train: {line}")
     samples = SampleHook(
         lambda: sample_texts(setup, state, mesh),
-        knobs.sample_every,
+        knobs.sample_every if recipe.evaluate.prompts else None,
         sinks,
         mesh,
         account,

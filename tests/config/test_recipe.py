@@ -96,6 +96,32 @@ def test_all_ways_to_hold_nothing_out_are_one(way: object) -> None:
     assert recipe().missing_held_out("evaluate") == []
 
 
+@pytest.mark.parametrize(
+    ("section", "values", "says"),
+    [
+        (
+            "data",
+            {
+                "train": [{"source": "x"}],
+                "validation": [{"source": "y"}, {"source": "z", "weight": 3}],
+            },
+            r"data\.validation\[1\]\.weight 3 has no effect",
+        ),
+        (
+            "train",
+            {"average": {"kind": "last", "export": False}},
+            r"train\.average\.export false leaves kind last without effect",
+        ),
+    ],
+    ids=["weight of what is held out", "an average that nobody gets"],
+)
+def test_what_would_have_no_effect_is_refused(
+    section: str, values: dict[str, object], says: str
+) -> None:
+    with pytest.raises(ValueError, match=says):
+        recipe(**{section: values})
+
+
 def test_what_needs_held_out_documents_says_that_there_are_none() -> None:
     data = {"train": [{"source": "x"}], "validation": [], "clean": {"contamination": {}}}
     tasks = [{"kind": "hellaswag"}, {"kind": "rouge"}, {"kind": "loss"}]

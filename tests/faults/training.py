@@ -1109,4 +1109,12 @@ FAULTS = [
         "a checkpoint whose shards overlap, and leave a part of the weights out, is committed",
         "tests/checkpoints/test_writer.py",
     ),
+    Fault(
+        "evaluations-that-never-come",
+        "ingot/train/optim/schedules.py",
+        "        if knobs.evaluate_every is not None and not any(measured.values()):\n",
+        "        if False:\n",
+        "evaluations are asked for, the training ends before the first, and nobody is told",
+        "tests/train/test_recurrence.py",
+    ),
 ]

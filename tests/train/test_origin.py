@@ -415,6 +415,13 @@ def test_samples_are_logged_while_training(root: Path) -> None:
     assert all(sample.startswith("ingot melts -> ") for sample in samples)
 
 
+def test_samples_of_no_prompt_are_no_lines(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = small_recipe(root, train__sample_every=1, train__steps=2)
+    train(recipe)
+    assert all("train/loss" in line for line in read_lines(recipe.folder.metrics))
+    assert "warning: train.sample_every: it has no effect" in capsys.readouterr().err
+
+
 def test_tasks_are_measured_while_training_and_can_stop_it(root: Path) -> None:
     stop = "{metric: loss/perplexity, patience: 1, min_delta: 1e9}"
     recipe = small_recipe(

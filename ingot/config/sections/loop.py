@@ -145,7 +145,7 @@ class Average(Section):
     @property
     def needs_kept(self) -> int:
         """How many of the newest checkpoints that were due the export may read."""
-        return self.checkpoints if self.kind == "last" and self.export else 0
+        return self.checkpoints if self.kind == "last" else 0
 
     @model_validator(mode="after")
     def _measurable(self) -> Average:
@@ -153,5 +153,10 @@ class Average(Section):
             raise ValueError(
                 "train.average.evaluate needs an average at each evaluation, and kind last makes"
                 " one at the end; set kind to ema"
+            )
+        if self.kind == "last" and not self.export:
+            raise ValueError(
+                "train.average.export false leaves kind last without effect: that mean is made for"
+                " the export alone; remove it, or train.average"
             )
         return self

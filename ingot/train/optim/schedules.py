@@ -193,8 +193,16 @@ def too_short(
         "train.early_stop": knobs.early_stop is not None,
         "checkpoint.best": recipe.checkpoint.best is not None,
     }
+    if knobs.sample_every is not None and not recipe.evaluate.prompts:
+        yield "train.sample_every", "it has no effect, since evaluate.prompts is empty; give some"
+    elif (
+        knobs.sample_every is not None and last // knobs.sample_every <= first // knobs.sample_every
+    ):
+        yield "train.sample_every", f"it comes to no sample in steps {steps}; lower it"
     evaluations = Recurrence.of(recipe, knobs.evaluate_every, rows, begin=begin)
     if not evaluations.may_be_due(first, last + 1):
+        if knobs.evaluate_every is not None and not any(measured.values()):
+            yield "train.evaluate_every", f"it comes to no evaluation in steps {steps}; lower it"
         for name in [name for name, is_set in measured.items() if is_set]:
             yield (
                 name,
