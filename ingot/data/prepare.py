@@ -229,6 +229,12 @@ def _pack(
         recipe.data.target_len,
     )
     of_pairs = target_len if prepared.documents == "pair" else None
+    usual = type(recipe.data).model_fields["target_len"].default
+    if of_pairs is None and recipe.objective.spans is None and target_len != usual:
+        say(
+            f"warning: data.target_len {target_len} has no effect:"
+            f" {PLURALS[prepared.documents]} have no targets of their own; remove it"
+        )
     made = {}
     for plan in {how, recipe.held_out_row_plan} - {"cut"}:
         with Progress("pack", total=None, unit="MB") as progress:

@@ -578,7 +578,7 @@ def test_anchors_and_merge_keys_are_understood(tmp_path: Path) -> None:
         "tokenizer: {source: train, vocab_size: 300}",
         "tokenizer: {source: hf:a/b}",
         "model: {source: some/folder, config: {rope_scaling: {factor: 2.0}, x: [1, null]}}",
-        "data:\n  validation: [{source: y, weight: 2}]",
+        "data:\n  validation: [{source: y, fraction: 0.5}]",
         (
             "train: {tokens: 100, optimizer: {kind: sgd}, early_stop: {}, evaluate_every: 3,"
             " clip_norm: null}"

@@ -112,8 +112,31 @@ def test_all_ways_to_hold_nothing_out_are_one(way: object) -> None:
             {"average": {"kind": "last", "export": False}},
             r"train\.average\.export false leaves kind last without effect",
         ),
+        ("train", {"skip": {"rollbacks": 9}}, "rollbacks 9 counts how often a training goes back"),
+        (
+            "evaluate",
+            {"tasks": [{"kind": "rouge", "columns": {"target": "y"}}]},
+            "columns names those of source, and there is none",
+        ),
+        (
+            "objective",
+            {"kind": "grpo", "rewards": [{"kind": "length", "timeout": 3}]},
+            "timeout 3 is for rewards that a process or thread of their own computes, and length",
+        ),
+        (
+            "objective",
+            {"kind": "grpo", "rewards": [{"kind": "exact", "at_once": 9}]},
+            "at_once 9 is for rewards",
+        ),
     ],
-    ids=["weight of what is held out", "an average that nobody gets"],
+    ids=[
+        "weight of what is held out",
+        "an average that nobody gets",
+        "how often a training that stops goes back",
+        "columns of no source",
+        "time of what is at once",
+        "how many of what is one by one",
+    ],
 )
 def test_what_would_have_no_effect_is_refused(
     section: str, values: dict[str, object], says: str

@@ -218,6 +218,15 @@ def test_tokens_in_no_row_are_told_beside_all(kind: str, seq_len: int, tmp_path:
     )
 
 
+@pytest.mark.parametrize("kind", ["pair", "labelled"])
+def test_a_length_of_targets_where_nothing_has_any_is_told(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made(kind, tmp_path, data__target_len=99)
+    told = "data.target_len 99 has no effect: labelled texts have no targets"
+    assert (told in capsys.readouterr().err) is (kind == "labelled")
+
+
 @pytest.mark.drawn(keep=2)
 @pytest.mark.parametrize("kind", list(KNOBS))
 def test_the_vocabulary_is_learnt_from_what_is_said(

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from ingot.config.doors import TASKS
 from ingot.config.section import ByKind, KindSettings, Positive, Section
@@ -194,6 +194,15 @@ class RougeTask(TaskSettings):
     """Most tokens that are generated for each source."""
     stemmer: bool = True
     """Compare stems rather than words, as is usual."""
+
+    @model_validator(mode="after")
+    def _of_a_source(self) -> RougeTask:
+        if self.columns and self.source is None:
+            raise ValueError(
+                "columns names those of source, and there is none: the validation documents have"
+                " none to name; give source, or remove columns"
+            )
+        return self
 
     @property
     def needs_held_out(self) -> bool:

@@ -157,6 +157,11 @@ class GRPOSettings(ObjectiveSettings):
                 f"reference {self.reference} is never asked while kl is 0; set kl above 0, or"
                 " remove it"
             )
+        if self.kl_estimator != "k2" and not self.kl:
+            raise ValueError(
+                f"kl_estimator {self.kl_estimator} estimates nothing while kl is 0; set kl above 0,"
+                " or remove it"
+            )
         usual = type(self).model_fields["importance_cap"].default
         if self.importance_cap != usual and self.old_logprobs == "sampler":
             raise ValueError(

@@ -52,6 +52,15 @@ class Skip(Section):
     rollbacks: Positive = 3
     """How often a training goes back; then it ends."""
 
+    @model_validator(mode="after")
+    def _goes_back(self) -> Skip:
+        if self.then == "stop" and self.rollbacks != type(self).model_fields["rollbacks"].default:
+            raise ValueError(
+                f"rollbacks {self.rollbacks} counts how often a training goes back, and then stop"
+                " goes back never; set then to roll_back, or remove it"
+            )
+        return self
+
 
 class Profile(Section):
     """Which steps are traced with torch's profiler; open the file at https://ui.perfetto.dev or

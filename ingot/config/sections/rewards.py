@@ -48,6 +48,17 @@ class RewardSettings(KindSettings):
     at_once: Positive = 4
     """How many samples are scored at the same time, each in a process or thread of its own."""
 
+    @model_validator(mode="after")
+    def _elsewhere(self) -> RewardSettings:
+        """Refuse bounds of a process or thread for what is computed without one."""
+        for knob in ("timeout", "at_once") if self.where == "here" else ():
+            if getattr(self, knob) != type(self).model_fields[knob].default:
+                raise ValueError(
+                    f"{knob} {getattr(self, knob):g} is for rewards that a process or thread of"
+                    f" their own computes, and {self.kind} is computed where training is; remove it"
+                )
+        return self
+
     @property
     def label(self) -> str:
         """Its name in logs."""

@@ -81,7 +81,15 @@ class DocumentExtractor:
     def for_source(
         cls, source: SourceSettings, documents: Documents, labels: Sequence[str] = ()
     ) -> DocumentExtractor:
-        """Raises WrongInput if `columns` of a source of plain texts renames another column."""
+        """Raises WrongInput if `columns` of a source of plain texts renames another column, or a
+        layout is given for documents that have one form alone.
+        """
+        if source.layout != "auto" and documents not in CHAT_TEMPLATED:
+            raise WrongInput(
+                f"{source.source}: layout {source.layout} is how chats and preferences are written"
+                f" down, and {PLURALS[documents]} are read; remove it, or set an objective for"
+                " those"
+            )
         if documents in PLAIN:
             check_columns(TEXT, tuple(source.columns), "a text")
             column = source.columns.get("text", source.text)

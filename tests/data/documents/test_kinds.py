@@ -81,6 +81,14 @@ def test_a_text_has_no_other_column() -> None:
         DocumentExtractor.for_source(source, "text")
 
 
+@pytest.mark.parametrize("documents", ["text", "masked", "pair", "labelled"])
+def test_what_has_one_form_takes_no_layout_of_chats(documents: Any) -> None:
+    source = SourceSettings(source="a.jsonl", layout="alpaca")
+    with pytest.raises(WrongInput, match=r"a\.jsonl: layout alpaca is how chats .* are written"):
+        DocumentExtractor.for_source(source, documents)
+    assert DocumentExtractor.for_source(source, "chat").layout == "alpaca"
+
+
 @pytest.mark.parametrize(
     ("record", "reason"),
     [

@@ -280,6 +280,7 @@ def test_a_reference_that_is_where_training_starts_is_not_left_at_once(
         ({}, {"train__compile": True}, r"train\.compile"),
         ({}, {"model__lora": {"rank": 2, "dropout": 0.1}}, r"lora\.dropout"),
         ({"reference": "hf:a/b"}, {}, "never asked while kl is 0"),
+        ({"kl_estimator": "k3"}, {}, "estimates nothing while kl is 0"),
         ({"top_p": 0.9}, {}, "top_p"),
         ({"rewards": []}, {}, "rewards"),
     ],
