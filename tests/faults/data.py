@@ -1241,7 +1241,7 @@ FAULTS = [
         "return files if is_split or whole else of_split(",
         "return files if True else of_split(",
         "the test split of a folder is trained on with the others",
-        "tests/data/sources/test_split_names.py",
+        "tests/data/sources/test_selection.py",
     ),
     Fault(
         "contamination-by-one-split-alone",
@@ -1249,11 +1249,11 @@ FAULTS = [
         '"validation", whole=True):',
         '"validation"):',
         "training texts are compared with one split of the evaluation data alone",
-        "tests/data/sources/test_split_names.py",
+        "tests/data/sources/test_selection.py",
     ),
     Fault(
         "exclude-without-a-match",
-        "ingot/data/sources/find.py",
+        "ingot/data/sources/selection.py",
         "        if fnmatch.filter(names, pattern):\n            continue\n",
         "        continue\n",
         "files that a mistyped pattern was to leave out are trained on",

@@ -4,11 +4,9 @@ since `ingest`. Reads no content.
 
 from __future__ import annotations
 
-import fnmatch
 import itertools
-import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,8 +18,8 @@ from ingot.config.recipe import NO_SOURCE, Recipe
 from ingot.config.sections.data import SourceSettings, ValidationShare
 from ingot.data.sources.kind import SourceKind
 from ingot.data.sources.local_files import STDLIB, LocalFiles, find_files_of
+from ingot.data.sources.selection import Tell, not_excluded, of_split
 from ingot.data.sources.source_file import SourceFile
-from ingot.data.sources.split_names import of_split
 from ingot.data.splits import Split
 
 
@@ -33,9 +31,7 @@ def recipe_sources(recipe: Recipe) -> dict[Split, list[SourceSettings]]:
     return splits
 
 
-def source_files(
-    recipe: Recipe, tell: Callable[[str], None] | None = None
-) -> dict[Split, list[list[SourceFile]]]:
+def source_files(recipe: Recipe, tell: Tell = None) -> dict[Split, list[list[SourceFile]]]:
     """The files of every source, by split; names are made distinct if two sources have files of the
     same name. `tell`: as of `find_source`.
 
@@ -119,7 +115,7 @@ def find_source(
     knob: str = "source",
     *,
     whole: bool = False,
-    tell: Callable[[str], None] | None = None,
+    tell: Tell = None,
 ) -> list[SourceFile]:
     """The files of one source in reading order, without hidden ones, those that it excludes, and
     those of other splits than it asks for.
@@ -137,45 +133,8 @@ def find_source(
     found, is_split = _all_files(source, knob)
     if not found:
         raise WrongInput(f"{knob} {source.source} has no file; name another")
-    excluded = _any_of(source.exclude)
-    files = [file for file in found if not excluded.fullmatch(file.name)]
-    if not files:
-        raise WrongInput(
-            f"{knob} {source.source}: exclude={source.exclude} leaves none of its {len(found):,}"
-            " files; remove a pattern"
-        )
-    if tell is not None:
-        _check_excludes(source, found, knob, tell)
+    files = not_excluded(source, found, knob, tell)
     return files if is_split or whole else of_split(source, files, knob, tell)
-
-
-def _check_excludes(
-    source: SourceSettings, found: Sequence[SourceFile], knob: str, tell: Callable[[str], None]
-) -> None:
-    """Refuse a pattern that leaves out nothing: what it was meant for would be read. What is no
-    path has files that others name, and may lack some of them: there it is told.
-    """
-    names = [file.name for file in found]
-    for pattern in source.exclude:
-        if fnmatch.filter(names, pattern):
-            continue
-        bare = pattern.removeprefix(source.source).strip("/")
-        ways = (bare, f"*/{bare}", f"{bare}/*", f"*/{bare}/*", f"*{bare}*")
-        near = next((way for way in ways if fnmatch.filter(names, way)), None)
-        shown = ", ".join(names[:2]) + (", ..." if len(names) > 2 else "")
-        action = "remove it" if near is None else f"{near} would match"
-        text = (
-            f"{knob} {source.source}: exclude has {pattern}, and no file is named so ({shown});"
-            f" {action}"
-        )
-        if not source.scheme:
-            raise WrongInput(text)
-        tell(text)
-
-
-def _any_of(patterns: Sequence[str]) -> re.Pattern[str]:
-    """Shell patterns as one expression; of no pattern one that nothing matches."""
-    return re.compile("|".join(map(fnmatch.translate, patterns)) or r"(?!)")
 
 
 def _all_files(source: SourceSettings, knob: str) -> LocalFiles:

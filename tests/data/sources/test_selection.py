@@ -1,4 +1,4 @@
-"""Which files of a folder are of the split that is asked for."""
+"""Which files of a folder are read: those of the split that is asked for."""
 
 from __future__ import annotations
 

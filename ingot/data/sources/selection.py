@@ -1,9 +1,10 @@
-"""Which split of a data set files belong to, as the hub tells it by their names: `test.jsonl`,
-`val/a.csv`, `data/train-00000-of-00002.parquet`.
+"""Which of its files a source reads: those that it does not exclude, of the split that it asks for,
+which the hub tells by names (`test.jsonl`, `val/a.csv`, `data/train-00000-of-00002.parquet`).
 """
 
 from __future__ import annotations
 
+import fnmatch
 import re
 from collections.abc import Callable, Sequence
 
@@ -23,11 +24,51 @@ _BETWEEN = re.compile(r"[-._ 0-9]+")
 MAX_NAMED = 5
 
 
+Tell = Callable[[str], None] | None
+"""Takes a line for the user where files are going to be read."""
+
+
+def not_excluded(
+    source: SourceSettings, found: Sequence[SourceFile], knob: str, tell: Tell
+) -> list[SourceFile]:
+    """Those files that no pattern of `exclude` is for.
+
+    Raises:
+        WrongInput: none is left; or, with `tell`, a pattern for a path's files is for none.
+    """
+    excluded = re.compile("|".join(map(fnmatch.translate, source.exclude)) or r"(?!)")
+    files = [file for file in found if not excluded.fullmatch(file.name)]
+    if not files:
+        raise WrongInput(
+            f"{knob} {source.source}: exclude={source.exclude} leaves none of its {len(found):,}"
+            " files; remove a pattern"
+        )
+    if tell is None:
+        return files
+    names = [file.name for file in found]
+    for pattern in source.exclude:
+        if fnmatch.filter(names, pattern):
+            continue
+        text = f"{knob} {source.source}: {_without_match(source, pattern, names)}"
+        if not source.scheme:
+            raise WrongInput(text)
+        # Others name these files, of which this version or machine may lack some.
+        tell(text)
+    return files
+
+
+def _without_match(source: SourceSettings, pattern: str, names: Sequence[str]) -> str:
+    """That a pattern is for no file, and one that would be."""
+    bare = pattern.removeprefix(source.source).strip("/")
+    ways = (bare, f"*/{bare}", f"{bare}/*", f"*/{bare}/*", f"*{bare}*")
+    near = next((way for way in ways if fnmatch.filter(names, way)), None)
+    shown = ", ".join(names[:2]) + (", ..." if len(names) > 2 else "")
+    action = "remove it" if near is None else f"{near} would match"
+    return f"exclude has {pattern}, and no file is named so ({shown}); {action}"
+
+
 def of_split(
-    source: SourceSettings,
-    files: Sequence[SourceFile],
-    knob: str,
-    tell: Callable[[str], None] | None,
+    source: SourceSettings, files: Sequence[SourceFile], knob: str, tell: Tell
 ) -> list[SourceFile]:
     """Those of a source's files that `split` asks for; `tell`: takes a line for the user.
 
