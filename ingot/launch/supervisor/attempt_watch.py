@@ -132,6 +132,7 @@ class AttemptWatch:
         record_if_possible(
             self._recipe.folder.events,
             "hang",
+            rank=hang.ranks[0],
             ranks=hang.ranks[:NAMED],
             count=len(hang.ranks),
             step=hang.step,
@@ -232,8 +233,7 @@ def describe_stacks(files: Mapping[int, Path]) -> str:
     if not files:
         return "; it does not answer when asked for its stacks"
     named, more = [str(path) for path in files.values()][:NAMED], len(files) - NAMED
-    beside = f" and {more:,} more beside {'it' if len(named) == 1 else 'them'}"
-    return f"; stacks: {', '.join(named)}{beside if more > 0 else ''}"
+    return f"; stacks: {', '.join(named)}{f' and {more:,} more beside them' if more > 0 else ''}"
 
 
 def _size_and_time(path: Path) -> tuple[int, int]:

@@ -149,7 +149,8 @@ def test_a_rank_that_hangs_is_named_with_its_stacks_and_started_again(
         " starting again from checkpoint 10 (restart 1 of 100)\n"
     )
     (hang,) = events(recipe, "hang")
-    assert (hang["ranks"], hang["step"], hang["stacks"]) == ([1], 13, [str(stacks)])
+    assert (hang["rank"], hang["ranks"], hang["count"]) == (1, [1], 1)
+    assert (hang["step"], hang["stacks"]) == (13, [str(stacks)])
     assert 1 < hang["seconds"] < 2
     assert "hang_here" in stacks.read_text()
     assert "wait_for_others" in (recipe.folder.logs / "stacks-rank0.txt").read_text(), (
