@@ -16,7 +16,7 @@ import shutil
 import sqlite3
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -97,31 +97,33 @@ class LocalRegistry:
             ]
 
     def add(
-        self, name: str, folder: Path, report: EvaluationReport, lineage: Mapping[str, Any]
+        self,
+        name: str,
+        folder: Path,
+        report: EvaluationReport,
+        lineage: Mapping[str, Any],
+        copied: Callable[[], None] = lambda: None,
     ) -> LocalVersion:
         """Register the model in `folder` with its report. A model that is registered already keeps
         its version number and gets the new report.
 
         If the files of its version are damaged, they are replaced atomically from `folder`; the
-        live pointer does not change meanwhile.
-
-        Raises:
-            WrongInput: the files in `folder` are damaged as well.
+        live pointer does not change meanwhile. `copied` is called once `folder` is copied, and may
+        raise. Raises WrongInput where the files in `folder` are damaged as well.
         """
         with open_database(self.path, writing=True) as db:
             known = self._update_report(db, name, report)
             identity = str(db.execute("SELECT id FROM registry").fetchone()[0])
         if known is not None:
-            self._mend(known, folder, identity)
+            self._mend(known, folder, identity, copied)
             return known
         with (
             disk_errors(self.home),
-            self._staged(name, folder, identity) as staged,
+            self._staged(name, folder, identity, copied) as staged,
             open_database(self.path, writing=True) as db,
         ):
-            known = self._update_report(
-                db, name, report
-            )  # another process may have registered it meanwhile
+            # Another process may have registered it meanwhile.
+            known = self._update_report(db, name, report)
             if known is not None:
                 return known
             (last,) = db.execute(
@@ -283,7 +285,9 @@ class LocalRegistry:
         db.execute(f"INSERT INTO versions ({_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?)", values)
 
     @contextlib.contextmanager
-    def _staged(self, name: str, folder: Path, identity: str) -> Iterator[Path]:
+    def _staged(
+        self, name: str, folder: Path, identity: str, copied: Callable[[], None]
+    ) -> Iterator[Path]:
         """A complete copy of `folder` under a temporary name; removed at the end unless it was
         moved.
         """
@@ -294,6 +298,7 @@ class LocalRegistry:
             try:
                 with atomic_folder(staged) as partial:
                     files = _copy(folder, partial)
+                    copied()
                     write_marker(
                         partial,
                         MARKER,
@@ -304,7 +309,9 @@ class LocalRegistry:
             finally:
                 shutil.rmtree(staged, ignore_errors=True)
 
-    def _mend(self, version: LocalVersion, folder: Path, identity: str) -> None:
+    def _mend(
+        self, version: LocalVersion, folder: Path, identity: str, copied: Callable[[], None]
+    ) -> None:
         """Replace the files of a damaged version by those of `folder`."""
         marker = read_marker(version.folder, MARKER)
         if marker is not None and not problems(version.folder, marker, checksums=True):
@@ -327,7 +334,7 @@ class LocalRegistry:
                 )
         with (
             disk_errors(self.home),
-            self._staged(version.name, folder, identity) as staged,
+            self._staged(version.name, folder, identity, copied) as staged,
             open_database(self.path, writing=True),
             atomic_folder(version.folder) as partial,
         ):

@@ -33,7 +33,7 @@ from ingot.registry.decision import (
 )
 from ingot.registry.gate import decide
 from ingot.registry.local import LocalRegistry
-from ingot.registry.versions import ModelRegistry, RegisteredVersion
+from ingot.registry.versions import ModelRegistry, RegisteredVersion, unchanged_since_now
 from ingot.registry.vertexai.registry import VertexRegistry
 
 SCHEMA = 1
@@ -129,15 +129,17 @@ def register(recipe: Recipe) -> VerbOutcome:
     Raises:
         WrongInput: no report or decision about this model and its numbers, no local model folder,
             one that changed since its export, or another model went live after the decision.
+        Failed: another model came into that folder meanwhile.
     """
     run, name, registry = recipe.folder, recipe.registry_name, registry_of(recipe)
+    unchanged = unchanged_since_now(_evaluated_folder(recipe))
     report = _evaluation_report(recipe)
     _check_is_measured(recipe, report)
     known = registry.find(name, report)
     decided = _read_decision(recipe)
     if known is None and (decided is None or not is_about(decided, report)):
         raise _no_decision(recipe)
-    version = registry.add(name, _folder(recipe), report, _lineage(recipe))
+    version = registry.add(name, _folder(recipe), report, _lineage(recipe), unchanged)
     was_live = any(turn.version == version.number for turn in registry.history(name))
     says_deploy = (
         decided is not None

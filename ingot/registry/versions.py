@@ -4,13 +4,14 @@ disk, or the Model Registry of Vertex AI.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from ingot.base.errors import WrongInput
+from ingot.base.errors import Failed, WrongInput
 from ingot.base.reports import EvaluationReport
+from ingot.base.storage import find_files, is_file, stamp
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,12 @@ class ModelRegistry(Protocol[AnyVersion]):
     def find(self, name: str, report: EvaluationReport) -> AnyVersion | None: ...
     def history(self, name: str) -> Sequence[LiveChange]: ...
     def add(
-        self, name: str, folder: Path, report: EvaluationReport, lineage: Mapping[str, Any]
+        self,
+        name: str,
+        folder: Path,
+        report: EvaluationReport,
+        lineage: Mapping[str, Any],
+        copied: Callable[[], None] = ...,
     ) -> AnyVersion: ...
     def point(
         self, name: str, number: int, reason: str, *, instead_of: int | None = -1
@@ -126,6 +132,25 @@ def unknown_version(
     return WrongInput(
         f"{name} has no version {number} in {registry.place}; it has {', '.join(map(str, known))}"
     )
+
+
+def unchanged_since_now(folder: Path) -> Callable[[], None]:
+    """What raises Failed once files of `folder` have changed: another run may export a model into
+    it after it was checked, and a copy would hold that one or parts of both.
+    """
+
+    def stamps() -> list[dict[str, Any]]:
+        return [stamp(file) for file in find_files(str(folder)) if is_file(file)]
+
+    def check() -> None:
+        if stamps() != before:
+            raise Failed(
+                f"{folder} was changed while it was registered, and another model than the one that"
+                " was measured may have been copied; run `ingot register` again"
+            )
+
+    before = stamps()
+    return check
 
 
 def stale_decision(name: str, live: int | None, compared: int | None) -> WrongInput:

@@ -814,4 +814,20 @@ FAULTS = [
         "a TPU that has only begun has succeeded, as the bucket says of an earlier one",
         "tests/launch/places/test_tpu.py",
     ),
+    Fault(
+        "copied-as-it-lies",
+        "ingot/registry/local.py",
+        "                    copied()\n",
+        "",
+        "a model that nobody measured is registered with the report of another, and goes live",
+        "tests/registry/test_verbs.py",
+    ),
+    Fault(
+        "uploaded-as-it-lies",
+        "ingot/registry/vertexai/registry.py",
+        "            copied()\n",
+        "",
+        "a model that nobody measured is a version of Vertex AI with the report of another",
+        "tests/registry/vertexai/test_registry.py",
+    ),
 ]

@@ -12,14 +12,14 @@ import pytest
 from safetensors.numpy import save_file
 from xxhash import xxh3_128
 
-from ingot.base.errors import WrongInput
+from ingot.base.errors import Failed, WrongInput
 from ingot.base.reports import PipelineStepRecord, VerbOutcome, is_intact, write_report
 from ingot.base.runlog import read_lines
 from ingot.config.models.content import content_record
 from ingot.config.models.weights import model_hash
 from ingot.config.recipe import Recipe
 from ingot.registry.deploy import DeployRequest, deploy, render_deploy
-from ingot.registry.local import LocalRegistry
+from ingot.registry.local import LocalRegistry, _copy
 from ingot.registry.verbs import approved_report, gate, gate_stamp, register, register_stamp
 from tests.registry.models import a_model, a_recipe, a_report, registered_folder, trained
 from tests.registry.test_gate import FIRST
@@ -485,6 +485,29 @@ def test_what_changed_since_its_export_is_not_registered(tmp_path: Path, name: s
         register(recipe)
     assert live(tmp_path) is None
     (folder / name).write_bytes(whole)
+    assert register(recipe).result == "words v1, live"
+
+
+def test_what_another_run_exports_meanwhile_is_not_registered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder was right when it was checked, and the copy holds another model."""
+    folder = trained(a_recipe(tmp_path, "other"), "a").folder.model
+    recipe = a_recipe(tmp_path, evaluate={"model": str(folder)})
+    write_report(recipe.folder.reports / "evaluate.json", a_report("a"))
+    gate(recipe)
+
+    def copying(source: Path, target: Path) -> list[str]:
+        a_model(source, "b")
+        return _copy(source, target)
+
+    with monkeypatch.context() as meanwhile:
+        meanwhile.setattr("ingot.registry.local._copy", copying)
+        with pytest.raises(Failed, match=r"model was changed while it was registered.*again"):
+            register(recipe)
+    assert live(tmp_path) is None
+    assert registry(tmp_path).versions("words") == []
+    a_model(folder, "a")
     assert register(recipe).result == "words v1, live"
 
 

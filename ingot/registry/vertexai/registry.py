@@ -9,7 +9,7 @@ one.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
@@ -137,7 +137,12 @@ class VertexRegistry:
         return self.version(name, found.previous)
 
     def add(
-        self, name: str, folder: Path, report: EvaluationReport, lineage: Mapping[str, Any]
+        self,
+        name: str,
+        folder: Path,
+        report: EvaluationReport,
+        lineage: Mapping[str, Any],
+        copied: Callable[[], None] = lambda: None,
     ) -> VertexVersion:
         """Upload the model in `folder` and register it with its report. An existing version gets
         the new report, and damaged files are replaced.
@@ -152,6 +157,7 @@ class VertexRegistry:
         spec = self._spec(name, key)
         with lease(bucket, f"ingot register {name}", name=f"locks/{key}", wait=True):
             upload_files(folder, open_bucket(bucket.url_of(key)))
+            copied()
             for path, text in spec.files.items():
                 bucket.put(f"{key}-{spec.mark}{REPOSITORY_SUFFIX}{path}", text.encode())
             self._write_record(name, key, folder, report, lineage)

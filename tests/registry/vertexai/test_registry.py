@@ -21,6 +21,7 @@ from ingot.base.reports import EvaluationReport, Metric
 from ingot.cloud import clients
 from ingot.registry.local import LocalRegistry
 from ingot.registry.verbs import gate, register
+from ingot.registry.versions import unchanged_since_now
 from ingot.registry.vertexai import objects
 from ingot.registry.vertexai import resources as labels
 from ingot.registry.vertexai.registry import VertexRegistry
@@ -183,6 +184,16 @@ def test_the_first_registration_of_a_name_survives_a_kill_too(place: Place) -> N
         place.state.models.clear()
         place.storage.objects.clear()
     assert 6 < number < 40
+
+
+def test_what_another_run_exports_meanwhile_is_no_version(place: Place) -> None:
+    folder = a_model(place.root / "models/a", "a")
+    unchanged = unchanged_since_now(folder)
+    a_model(folder, "b")
+    with pytest.raises(Failed, match="was changed while it was registered"):
+        place.registry().add("words", folder, a_report("a"), {}, unchanged)
+    assert place.registry().versions("words") == []
+    assert add(place, "a") == 1
 
 
 def test_an_upload_whose_answer_is_lost_makes_no_second_version(place: Place) -> None:
