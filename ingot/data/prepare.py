@@ -14,7 +14,13 @@ from ingot.base.errors import WrongInput
 from ingot.base.markers import FileEntry
 from ingot.base.progress import Progress, say
 from ingot.base.reports import VerbOutcome, file_sizes
-from ingot.base.storage import atomic_folder, disk_errors, link_file, replace_folder
+from ingot.base.storage import (
+    atomic_folder,
+    disk_errors,
+    link_file,
+    remove_partials_of,
+    replace_folder,
+)
 from ingot.config.length import steps_of
 from ingot.config.recipe import Recipe
 from ingot.config.sections.data import COLUMNS
@@ -75,6 +81,8 @@ def prepare(recipe: Recipe) -> VerbOutcome:
     new = _being_made(recipe.folder.columns)
     with disk_errors(new):
         new.mkdir(parents=True, exist_ok=True)
+        for folder in (recipe.folder.columns, recipe.folder.tokenizer):
+            remove_partials_of(folder)
     with contextlib.closing(open_engine(recipe.data.engine, recipe.folder.data)) as engine:
         if isinstance(engine, LocalEngine) and raw.bytes > WARM_BYTES:
             engine.warm("ingot.data.tokenizing.tokenize", *ENCODERS)

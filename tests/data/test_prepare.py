@@ -5,6 +5,7 @@ what changed made again.
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ingot.base import storage
 from ingot.base.errors import WrongInput
 from ingot.config.recipe import Recipe
 from ingot.data.batches.rows import open_rows
@@ -188,6 +190,32 @@ def test_finished_parts_are_kept(
     assert made == [2, 3, 4, 5]
     assert everything(small.folder.columns) == before
     assert "parts are finished already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kill", [1, 3])
+def test_what_a_killed_run_was_about_to_replace_does_not_stay(
+    kill: int, tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On disks that cannot exchange two folders, the old columns have a name between two renames
+    under which nothing finds them.
+    """
+    prepare(ingested(tmp_path, source))
+    other = recipe(tmp_path, source, tokenizer__vocab_size=290)
+    renames, replace = iter(range(kill)), os.replace
+
+    def dies(one: Path, other: Path) -> None:
+        replace(one, other)
+        if {one.name, other.name} & {"columns", "tokenizer"} and next(renames, 0) == kill - 1:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as killing:
+        killing.setattr(storage, "_exchange", lambda one, other: False)
+        killing.setattr(os, "replace", dies)
+        killing.setattr(os, "getpid", lambda: 2**22 + 1)  # that of no process, as once it is dead
+        with pytest.raises(KeyboardInterrupt):
+            prepare(other)
+    prepare(other)
+    assert sorted(os.listdir(other.folder.data)) == ["columns", "raw", "tokenizer"]
 
 
 @pytest.mark.parametrize(
