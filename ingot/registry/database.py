@@ -39,7 +39,8 @@ def open_database(path: Path, *, writing: bool = False) -> Iterator[sqlite3.Conn
     A missing file is created only for writing; for reading it counts as an empty registry.
 
     Raises:
-        Failed: the disk is full, or another process holds the file for longer than WAIT_S.
+        Failed: the disk is full, could not be read, or another process holds the file for longer
+            than WAIT_S.
         WrongInput: the file is not a registry, is damaged, was written by a newer ingot, or cannot
             be opened.
     """
@@ -103,6 +104,8 @@ def _translated_errors(path: Path) -> Iterator[None]:
             raise Failed(
                 f"{path} was in use by another process for {WAIT_S:g} s; run the same command again"
             ) from error
+        if code == sqlite3.SQLITE_IOERR:
+            raise _unread(path, error) from error
         raise WrongInput(
             f"{path} cannot be used as a registry ({error}); check its permissions, or set"
             " registry.path"
@@ -112,6 +115,27 @@ def _translated_errors(path: Path) -> Iterator[None]:
             f"{path} refused what was written ({error}); run the same command again"
         ) from error
     except sqlite3.DatabaseError as error:
+        if _is_whole(path):
+            raise _unread(path, error) from error
         raise WrongInput(
-            f"{path} is damaged or no registry ({error}); move it away, or set registry.path"
+            f"{path} is damaged or no registry ({error}); keep a copy of it and put a backup in its"
+            " place, or set registry.path"
         ) from error
+
+
+def _unread(path: Path, error: sqlite3.Error) -> Failed:
+    return Failed(
+        f"{path} could not be read or written ({error}); run the same command again, and look after"
+        " its disk if that does not help"
+    )
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether SQLite finds nothing wrong with the file when it reads it once more: it calls one
+    damaged of which the disk gave nothing, or something else, a single time.
+    """
+    try:
+        with contextlib.closing(sqlite3.connect(path, timeout=WAIT_S)) as db:
+            return bool(db.execute("PRAGMA quick_check").fetchone() == ("ok",))
+    except sqlite3.Error:
+        return False

@@ -830,4 +830,12 @@ FAULTS = [
         "a model that nobody measured is a version of Vertex AI with the report of another",
         "tests/registry/vertexai/test_registry.py",
     ),
+    Fault(
+        "one-bad-read-is-damage",
+        "ingot/registry/database.py",
+        "        if _is_whole(path):\n",
+        "        if not path:\n",
+        "a registry that the disk failed to give once is called damaged, and moved away",
+        "tests/registry/test_local.py",
+    ),
 ]

@@ -483,6 +483,34 @@ def test_a_file_that_is_no_registry_is_refused_in_words(tmp_path: Path) -> None:
         pass
 
 
+def test_a_registry_that_could_not_be_read_is_not_called_damaged(registry: LocalRegistry) -> None:
+    """The disk gives zeros once, or an error: whoever moved the file away would lose what is live."""
+    add(registry, "a")
+    whole = registry.path.read_bytes()
+
+    def reading(after: bytes) -> None:
+        with database.open_database(registry.path) as db:
+            registry.path.write_bytes(whole[:100] + bytes(len(whole) - 100))
+            try:
+                db.execute("SELECT * FROM versions").fetchall()
+            finally:
+                registry.path.write_bytes(after)
+
+    with pytest.raises(Failed, match=r"could not be read or written .*malformed.*again"):
+        reading(whole)
+    with pytest.raises(WrongInput, match=r"is damaged or no registry .* put a backup in its place"):
+        reading(whole[:4096] + bytes(len(whole) - 4096))
+    registry.path.write_bytes(whole)
+    failed = sqlite3.OperationalError("disk I/O error")
+    failed.sqlite_errorcode = sqlite3.SQLITE_IOERR_READ
+    with (
+        pytest.raises(Failed, match=r"could not be read or written \(disk I/O error\)"),
+        database.open_database(registry.path),
+    ):
+        raise failed
+    assert len(registry.versions("words")) == 1
+
+
 def test_a_newer_registry_is_refused_in_words(registry: LocalRegistry) -> None:
     add(registry, "a")
     with sqlite3.connect(registry.path) as db:
