@@ -167,6 +167,7 @@ def _completions(subject: EvalModel, requests: Sequence[Request]) -> list[Comple
         eos=subject.eos,
         decode=subject.tokenizer.decode,
         max_rows=subject.recipe.evaluate.micro_batch,
+        all_say=subject.all_say,
     )
     with computing_in(subject.compute, subject.device):
         return generator.run(requests)

@@ -84,6 +84,8 @@ class EvalModel:
     """All ranks that measure, where they are more than those of `mesh`: each part of them then does
     all items.
     """
+    in_step: bool = False
+    """Whether all of them do the same at once, as each forward pass of one needs the others."""
 
     @property
     def everyone(self) -> Mesh:
@@ -91,6 +93,12 @@ class EvalModel:
         is done once among them.
         """
         return self.job or self.mesh
+
+    def all_say(self, yes: bool) -> bool:
+        """Whether all ranks say yes that work in step with this one; if none does, whether it says
+        so itself.
+        """
+        return not any(self.everyone.agree(float(not yes))) if self.in_step else yes
 
     @property
     def info(self) -> EvalModelInfo:

@@ -19,6 +19,7 @@ from ingot.config.identity import changes, measured_with
 from ingot.evaluate.generation import complete_prompts
 from ingot.evaluate.subject import EvalModel, EvaluationInterrupted, NotJudged
 from ingot.evaluate.validation import TaskEvaluator, validation_losses
+from ingot.models.parameters import is_sharded
 from ingot.parallel.apply import evaluating
 from ingot.parallel.mesh import Mesh
 from ingot.parallel.shard import is_fsdp
@@ -126,6 +127,7 @@ def subject_of(setup: TrainSetup, train_state: TrainState, mesh: Mesh) -> EvalMo
         "the model in training",
         quiet=True,
         job=mesh,
+        in_step=is_sharded(train_state.model),
     )
 
 

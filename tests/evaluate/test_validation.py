@@ -4,21 +4,25 @@ and nothing of the model changed.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from ingot.base.environment import Ranks
 from ingot.base.errors import WrongInput
 from ingot.config.recipe import Recipe
 from ingot.config.sections.layout import Parallel
 from ingot.config.sections.training import SGD
 from ingot.data.batches.rows import open_rows
-from ingot.evaluate.generation import complete_prompts
+from ingot.evaluate.generation import _completions, complete_prompts
 from ingot.evaluate.loss import score_rows
 from ingot.evaluate.tasks import open_task
 from ingot.evaluate.validation import MetricValues, TaskEvaluator, validation_losses
+from ingot.models.generation.generator import Generator
+from ingot.models.generation.request import Request
 from ingot.models.native.config import DecoderConfig
 from ingot.models.spec import ModelSpec, create_model, materialize_model
 from ingot.objectives.cross_entropy import CrossEntropy
@@ -29,7 +33,7 @@ from ingot.parallel.apply import (
     finish_wrapping,
     make_masters,
 )
-from ingot.parallel.mesh import running_mesh
+from ingot.parallel.mesh import Mesh, running_mesh
 from ingot.train.optim.optimizers import make_optimizer
 from tests import tolerances
 from tests.evaluate.small_models import hellaswag_lines, subject_in, with_model, write_lines
@@ -101,6 +105,37 @@ def test_what_cannot_be_measured_is_refused_before_the_first_step(
     with pytest.raises(WrongInput, match="no such file"):
         watched(recipe, ["hellaswag"])
     assert "loss/loss" in watched(recipe, ["loss"])
+
+
+def steps_beside_one_without_memory(recipe: Recipe) -> int:
+    """The decoding steps of a rank, of two that work in step, and of which the second has no memory
+    left for a long prompt beside a short one.
+    """
+    steps = 0
+
+    class Counted(Generator):
+        def step(self) -> Any:
+            nonlocal steps
+            steps += 1
+            return super().step()
+
+    with running_mesh() as mesh, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ingot.evaluate.generation.Generator", Counted)
+        patch.setattr("ingot.models.generation.generator.SMALL_GROWTH", 0)
+        patch.setattr("ingot.models.generation.cache.SHORT_LENGTH", 32)
+        patch.setattr(
+            "ingot.models.generation.generator.free_memory", lambda device: (2**60, 0)[mesh.rank]
+        )
+        subject = subject_in(recipe.folder.model, recipe, Mesh(Ranks(), mesh.device))
+        subject = replace(subject, eos=frozenset(), job=mesh, in_step=True)
+        _completions(subject, [Request([3], 6), Request([4], 2), Request([5] * 40, 4)])
+    return steps
+
+
+def test_ranks_in_step_take_a_prompt_when_all_have_room(root: Path) -> None:
+    """Else one would wait in a forward pass that the other never comes to."""
+    recipe = with_model(root, evaluate__micro_batch=2)
+    assert run_ranks(2, steps_beside_one_without_memory, recipe) == [8, 8]
 
 
 def objective_of(recipe: Recipe, count: int) -> dict[str, float]:

@@ -53,6 +53,8 @@ class Generator(DecodingLoop):
         prefill_tokens: prompt tokens read in one step; None: as suits the device.
         prefixes: what earlier prompts left; None: every prompt is computed whole. It belongs to
             these weights and to this generator alone.
+        all_say: whether all ranks say yes that run the same requests in step, to what this one
+            answers; None: no other rank does.
         record: records decoding steps, on a GPU; None: each is computed kernel by kernel. The
             weights stay where they are as long as the generator is used.
     """
@@ -67,9 +69,10 @@ class Generator(DecodingLoop):
         prefill_tokens: int | None = None,
         prefixes: PrefixStore | None = None,
         record: Record | None = None,
+        all_say: Callable[[bool], bool] | None = None,
     ) -> None:
         super().__init__(model.config, eos=eos, decode=decode, max_rows=max_rows)
-        self._model, self._prefixes = model, prefixes
+        self._model, self._prefixes, self._all_say = model, prefixes, all_say
         slow = model.head_weight.device.type == "cpu"
         self._prefill_tokens = prefill_tokens or (PREFILL_TOKENS if slow else PREFILL_TOKENS_FAST)
         self._record = record if can_be_recorded(model) else None
@@ -186,9 +189,11 @@ class Generator(DecodingLoop):
         become as long as the longest, for which a long prompt waits until fewer of them run.
         """
         growth = self._cache.growth(len(self._batch.decoding) + count, length)
-        if growth <= SMALL_GROWTH:
-            return True
-        return growth <= free_memory(self._model.head_weight.device) // 2
+        room = growth <= SMALL_GROWTH or (
+            growth <= free_memory(self._model.head_weight.device) // 2
+        )
+        # Ranks whose forward passes need each other must run equally many, whatever each has free.
+        return room if self._all_say is None else self._all_say(room)
 
     def _make_room(self, length: int) -> None:
         """Before a prompt of `length` tokens that comes alone: one long prompt before it would
