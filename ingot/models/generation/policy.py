@@ -19,7 +19,7 @@ from ingot.base.errors import Failed
 from ingot.models.generation.generator import Generator
 from ingot.models.generation.loop import GenerationJob
 from ingot.models.generation.request import CompletionChunk, FinishReason, Request
-from ingot.models.generation.sampling import invert_cumulative
+from ingot.models.generation.sampling import invert_cumulative, running_sums
 from ingot.models.native.decoder import Decoder
 
 
@@ -89,7 +89,7 @@ class PolicySampler(Generator):
         wide = torch.float32 if logits.device.type == "mps" else torch.float64
         rolls = [self._answers[job][1][job.generated] for job in jobs]
         tokens = invert_cumulative(
-            logprobs.to(wide).exp().cumsum(dim=-1),
+            running_sums(logprobs.to(wide).exp()),
             torch.tensor(rolls, dtype=wide, device=logits.device),
         )
         chosen = logprobs.gather(-1, tokens[:, None])[:, 0].tolist()

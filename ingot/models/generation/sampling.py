@@ -20,6 +20,10 @@ SHORTLIST = 256
 # Smaller values of temperature and top_p are treated as greedy: float32 cannot tell them from 0.
 LEAST = 1e-6
 
+# What a probability of 1 is in integers. Rounding may make a row's sum a little more: there is room
+# for 2.
+WHOLE = 2**62
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -167,7 +171,7 @@ def _draw(
     tokens = torch.zeros(len(samplings), dtype=torch.int64, device=logits.device)
     whole = [row for row, s in enumerate(samplings) if s.top_p >= 1 and s.top_k == 0]
     if whole:
-        tokens[whole] = invert_cumulative(probabilities[whole].cumsum(dim=-1), roll[whole])
+        tokens[whole] = invert_cumulative(running_sums(probabilities[whole]), roll[whole])
     rest = [row for row, s in enumerate(samplings) if s.top_p < 1 or s.top_k]
     vocabulary = logits.shape[-1]
     for size in (min(SHORTLIST, vocabulary), vocabulary):
@@ -178,7 +182,7 @@ def _draw(
         count = torch.tensor(counts)[:, None]
         count = count.to(logits.device)
         likely = torch.where(torch.arange(size, device=logits.device) < count, likely, 0.0)
-        cumulative = likely.cumsum(dim=-1)
+        cumulative = running_sums(likely)
         complete = count[:, 0] <= size
         goal = top_p[rest] * torch.where(complete, cumulative[:, -1], mass[rest])
         # The share of how much is known once all of them, or all tokens, are at hand.
@@ -191,6 +195,16 @@ def _draw(
         tokens[rest] = order.gather(-1, places[:, None])[:, 0]
         rest = [row for row, done in zip(rest, enough.tolist(), strict=True) if not done]
     return tokens
+
+
+def running_sums(probabilities: Tensor) -> Tensor:
+    """The sums `[N, V]` of each row up to each place. Where the same bits are asked for each time
+    (`train.deterministic`), they are sums of integers: no GPU adds up other numbers in one order.
+    """
+    if not torch.are_deterministic_algorithms_enabled():
+        return probabilities.cumsum(dim=-1)
+    counts = (probabilities.double() * WHOLE).long().cumsum(dim=-1)
+    return (counts.double() / WHOLE).to(probabilities.dtype)
 
 
 def invert_cumulative(cumulative: Tensor, roll: Tensor) -> Tensor:

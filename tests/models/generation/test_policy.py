@@ -14,6 +14,7 @@ from ingot.models.native.config import DecoderConfig
 from ingot.models.native.decoder import Decoder
 from ingot.models.parameters import init_weights
 from tests import tolerances
+from tests.models.generation.test_sampling import NoFloatsInRow
 
 EOS = 3
 SIZES = {
@@ -93,6 +94,17 @@ def test_tokens_come_as_often_as_they_are_likely(model: Decoder) -> None:
     likely = (logits / 1.5).softmax(-1).double().numpy() * count
     seen = np.bincount([answer.ids[0] for answer in found], minlength=12)
     assert float(((seen - likely) ** 2 / likely).sum()) < 37.4
+
+
+def test_the_same_answers_where_a_gpu_adds_up_in_one_order(model: Decoder) -> None:
+    wanted = sampled(model, PROMPTS, draws_of(len(PROMPTS)))
+    torch.use_deterministic_algorithms(True)
+    try:
+        with NoFloatsInRow():
+            found = sampled(model, PROMPTS, draws_of(len(PROMPTS)))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert [one.ids for one in found] == [one.ids for one in wanted]
 
 
 def test_draws_are_of_the_seed_the_prompt_and_the_number_alone() -> None:

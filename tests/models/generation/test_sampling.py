@@ -4,14 +4,19 @@ row.
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ingot.models.generation.sampling import (
     SHORTLIST,
     SampledToken,
     Sampling,
     UniformDraws,
+    running_sums,
     sample_tokens,
 )
 from tests import tolerances
@@ -55,6 +60,43 @@ def test_frequencies_are_the_probabilities(
     # Half a step of the rolls: a token less likely than that may be missed, one of probability 0
     # never drawn.
     assert not drawn[wanted == 0].any()
+
+
+class NoFloatsInRow(TorchDispatchMode):
+    """As GPUs, which have no kernel for running sums of floats in one order."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.cumsum.default and args[0].is_floating_point():
+            raise RuntimeError("cumsum_cuda_kernel does not have a deterministic implementation")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "sampling", [Sampling(1.0), Sampling(0.7, top_p=0.8), Sampling(1.3, top_k=5, min_p=0.01)]
+)
+def test_the_same_tokens_where_a_gpu_adds_up_in_one_order(sampling: Sampling) -> None:
+    logits = torch.randn(4 * SHORTLIST, generator=torch.Generator().manual_seed(2)) * 4
+    wanted = tokens(logits, sampling, 500)
+    torch.use_deterministic_algorithms(True)
+    try:
+        with NoFloatsInRow():
+            found = tokens(logits, sampling, 500)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_running_sums_of_integers_are_those_of_numbers(dtype: torch.dtype) -> None:
+    """Of a row that is more than 1 by rounding, and of a tail that is next to nothing."""
+    row = torch.tensor([0.75, 0.25, 1e-9, 0.0, 1e-15, 2e-7], dtype=dtype)
+    torch.use_deterministic_algorithms(True)
+    try:
+        found = running_sums(row[None])[0]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    exact = [math.fsum(row[: place + 1].tolist()) for place in range(len(row))]
+    assert torch.equal(found, torch.tensor(exact, dtype=torch.float64).to(dtype))
 
 
 def test_greedy_and_its_limits() -> None:
