@@ -27,7 +27,8 @@ class Checkpoint(Section):
     best: str | None = None
     """Metric whose best checkpoint is kept beside the newest and exported in the end: `loss`, or
     one of `train.evaluate_tasks`, such as `rouge/rougeL`. One is saved at each evaluation that is
-    the best so far. Empty exports the last one.
+    the best so far; evaluations before a change of what is measured do not count. Empty exports
+    the last one.
     """
     asynchronous: bool = True
     """Write checkpoints while training goes on, from a copy of the state in the host's memory (12

@@ -348,8 +348,8 @@ class Train(Section):
     start_from: str | None = None
     """Checkpoint of another run to start from: its run folder (the newest is taken) or one
     checkpoint folder. Weights, optimizer and the step that the schedule stands at are taken over;
-    the order of the data goes on from there if it is the same (the same data, `data.seq_len` and
-    packing, weights, window, `global_batch` and `seed`), and begins anew if not.
+    the order of the data goes on from there if it is the same (the same training data,
+    `data.seq_len` and packing, weights, window, `global_batch` and `seed`), and begins anew if not.
     """
     reset_optimizer: bool = False
     """With `start_from`: take the weights only; the optimizer starts anew, and so does the
