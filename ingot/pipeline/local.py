@@ -311,7 +311,9 @@ def print_summary(recipe: Recipe, done: PipelineResult) -> None:
     )
     if any(record.step == "serve" for record in done.records):
         # Its server answered once, and was stopped.
-        command = shlex.join(["ingot", "serve", str(recipe.folder.root)])
+        given = recipe.evaluate.model
+        served = recipe.folder.root if given is None else model_folder(Path(given))
+        command = shlex.join(["ingot", "serve", str(served)])
         out.print(f"Serve the model: {command}", soft_wrap=True)
 
 

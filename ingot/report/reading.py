@@ -78,7 +78,9 @@ def left_out(doubt: str | None, other: str | None) -> list[str]:
     if doubt is not None:
         return [f"{doubt}; it, and what was measured and decided of it, is left out here"]
     if other is not None:
-        return [f"{other}, and is left out; `ingot evaluate` measures this one"]
+        return [
+            f"{other}, and is left out; `ingot evaluate` without evaluate.model measures this one"
+        ]
     return []
 
 
