@@ -26,7 +26,7 @@ from ingot.models.device import (
     deterministic_kernels,
     device_record,
 )
-from ingot.parallel.mesh import Mesh, running_mesh
+from ingot.parallel.mesh import running_mesh
 from ingot.train.announcement import announce
 from ingot.train.assembly import TrainingProcess, make_hooks, make_step_context, open_batches
 from ingot.train.automatic_layout import decided, starting_layout
