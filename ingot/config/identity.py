@@ -112,7 +112,7 @@ def measured_with(recipe: Recipe, metric: str, held_out: str | None) -> dict[str
     Values compare only where it is equal. `held_out`: the fingerprint of the rows held out.
     """
     average = recipe.train.average
-    knobs = _task_of(recipe, metric) or recipe.select(("train.evaluate_rows",))
+    knobs = recipe.select(("train.evaluate_rows",)) | _task_of(recipe, metric)
     knobs["train.average.evaluate"] = average is not None and average.evaluate
     found: dict[str, Any] = keys_hidden({**knobs, "held_out": held_out})
     return found

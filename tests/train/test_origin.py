@@ -372,7 +372,6 @@ def test_the_best_checkpoint_is_kept_and_exported(
     )
 
 
-@pytest.mark.drawn("another run's state")
 def test_what_was_measured_otherwise_says_nothing_of_the_best(
     root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -388,14 +387,14 @@ def test_what_was_measured_otherwise_says_nothing_of_the_best(
         return (read_lineage(recipe.folder.model) or {})["step"], capsys.readouterr().err
 
     assert exported(4, "loss")[0] == 2
-    step, told = exported(4, "loss", train__evaluate_rows=1)
+    step, told = exported(4, "loss", train__evaluate_rows=8)
     assert (step, "do not count" in told) == (2, False), "nothing else is measured any more"
-    longer = {"train__evaluate_rows": 1, "resume__allow": ["train.steps"]}
+    longer = {"train__evaluate_rows": 8, "resume__allow": ["train.steps"]}
     step, told = exported(8, "loss", **longer)
     assert step == 6, "not step 2, which other rows found better"
     assert re.search(
         r"checkpoint\.best loss: evaluations up to step 4 do not count"
-        r" \(train\.evaluate_rows \d+ -> 1\)\n",
+        r" \(train\.evaluate_rows \d+ -> 8\)\n",
         told,
     )
     step, told = exported(8, "loss/perplexity", **longer, train__evaluate_tasks=["loss"])
