@@ -14,6 +14,7 @@ from torch import Tensor
 from ingot.base.errors import WrongInput
 from ingot.config.sections.training import SGD
 from ingot.data.batches.loader import Batch
+from ingot.evaluate.validation import _means
 from ingot.models.native.config import DecoderConfig
 from ingot.models.native.decoder import Decoder
 from ingot.models.native.head import IGNORE
@@ -121,3 +122,22 @@ def test_ranks_with_different_metrics_are_refused_together() -> None:
     for refused, agreed in run_ranks(2, differing_ranks):
         assert refused.startswith("ranks have different metrics in step 1 (is_")
         assert agreed == alone
+
+
+def means_of_ranks() -> tuple[str, dict[str, float]]:
+    with running_mesh() as mesh:
+        own = {"loss": 3.0} | ({} if mesh.is_main else {"margin": 1.0})
+        try:
+            _means(own, 2.0, mesh)
+            refused = ""
+        except WrongInput as error:
+            refused = str(error)
+        # In another order on each rank: they are added up by name.
+        values = [("loss", 3.0), ("margin", 1.0)]
+        return refused, _means(dict(values if mesh.is_main else reversed(values)), 2.0, mesh)
+
+
+def test_means_over_validation_rows_are_of_metrics_that_all_ranks_have() -> None:
+    for refused, means in run_ranks(2, means_of_ranks):
+        assert refused.startswith("ranks have different metrics of the validation rows, loss")
+        assert means == {"loss": 1.5, "margin": 0.5}
