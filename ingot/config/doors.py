@@ -11,17 +11,14 @@ from __future__ import annotations
 import difflib
 import functools
 import importlib
-import importlib.util
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
-from pathlib import Path
 from typing import Any
 
 from ingot.base.errors import WrongInput
-from ingot.base.markers import fingerprint
-from ingot.base.storage import sha256_file
+from ingot.config.installed_code import code_digest
 
 BUILT_IN: dict[str, dict[str, str]] = {
     # Settings (ingot.config.sections.objective.ObjectiveSettings); `objective.kind`.
@@ -201,12 +198,12 @@ class Door:
 
     def code_of(self, kind: str) -> str | None:
         """`NAME VERSION (DIGITS)` of that package: what it is and, by digits of a hash, what stands
-        in its Python files now, which may be edited under the same version.
+        in its files now, which may be edited under the same version.
         """
         package = self.package_of(kind)
         if package is None:
             return None
-        return f"{package} ({_code_digest(self.installed()[kind].module)[:8]})"
+        return f"{package} ({code_digest(self.installed()[kind])[:8]})"
 
     def installed(self) -> dict[str, EntryPoint]:
         """The kinds that other packages provide. A built-in kind cannot be replaced."""
@@ -228,32 +225,6 @@ class Door:
 def _entries(path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
     """All entry points of the group, read once per `sys.path`."""
     return tuple(entry_points(group=GROUP))
-
-
-def _code_digest(module: str) -> str:
-    """A fingerprint of all Python files of the package that a module is in: its code may be in
-    others than the one that an entry point names.
-    """
-    parts = module.split(".")
-    for count in range(1, len(parts) + 1):
-        try:
-            spec = importlib.util.find_spec(".".join(parts[:count]))
-        except (ImportError, ValueError):
-            break
-        if spec is None:
-            break
-        if spec.has_location and spec.origin is not None:  # else a namespace that others share
-            file = Path(spec.origin)
-            files = sorted(file.parent.rglob("*.py")) if file.name == "__init__.py" else [file]
-            return fingerprint({str(one.relative_to(file.parent)): _digest(one) for one in files})
-    return fingerprint({})
-
-
-def _digest(file: Path) -> str | None:
-    try:
-        return sha256_file(file)
-    except OSError:
-        return None
 
 
 def _load_entry(entry: EntryPoint) -> Any:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 
 from ingot.base.errors import WrongInput
 from ingot.base.lazy import lazy_import
+from ingot.config import installed_code
 from ingot.config.doors import BUILT_IN, Door, load_dotted
 
 DOOR = Door("colour", {"red": "json:dumps"})
@@ -70,6 +72,59 @@ def test_the_code_of_a_kind_is_all_of_its_package(
     (place / "walls/inner/mixed.py").write_text("BLUE = 2\n")
     assert DOOR.code_of("blue") != before
     assert DOOR.code_of("red") is None
+
+
+@pytest.mark.parametrize("name", ["chat.jinja", "words/french.txt", "words/table.json"])
+def test_files_of_a_package_that_are_no_code_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    package = tmp_path / "doors"
+    (package / "words").mkdir(parents=True)
+    (package / "__init__.py").write_text("BLUE = 1\n")
+    (package / name).write_text("one")
+    _install(tmp_path, monkeypatch, blue="doors:BLUE")
+    before = DOOR.code_of("blue")
+    for made in ("__pycache__/a.pyc", "words/b.pyc", ".git/HEAD", ".chat.jinja.swp"):
+        (package / made).parent.mkdir(exist_ok=True)
+        (package / made).write_text("made by others")
+    assert DOOR.code_of("blue") == before
+    (package / name).write_text("two")
+    assert DOOR.code_of("blue") != before
+
+
+@pytest.mark.parametrize("listed", [("RECORD", "shades.py,,\n"), ("top_level.txt", "shades\n")])
+def test_the_modules_of_a_distribution_are_one_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listed: tuple[str, str]
+) -> None:
+    """As an installer lists them; and as it names them of what is installed where it lies."""
+    for module in ("paints", "shades", "others"):
+        (tmp_path / f"{module}.py").write_text("BLUE = 1\n")
+    _install(tmp_path, monkeypatch, blue="paints:BLUE")
+    name, text = listed
+    (tmp_path / "paint-1.2.dist-info" / name).write_text(text)
+    before = DOOR.code_of("blue")
+    (tmp_path / "others.py").write_text("BLUE = 2\n")
+    assert DOOR.code_of("blue") == before
+    (tmp_path / "shades.py").write_text("BLUE = 2\n")
+    assert DOOR.code_of("blue") != before
+
+
+def test_code_is_read_once_until_it_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "glazes.py"
+    _install(tmp_path, monkeypatch, blue="glazes:BLUE")
+    read = list[str]()
+    monkeypatch.setattr(
+        installed_code, "sha256_file", lambda path: read.append(path) or Path(path).read_text()
+    )
+    found = []
+    for day, text in enumerate(("BLUE = 1\n", "BLUE = 2\n")):
+        file.write_text(text)
+        os.utime(file, (day, day))
+        found += [DOOR.code_of("blue"), DOOR.code_of("blue")]
+    assert read == [str(file), str(file)]
+    assert found[0] == found[1] != found[2] == found[3]
 
 
 def test_a_package_that_cannot_be_imported_is_named(

@@ -711,4 +711,12 @@ FAULTS = [
         "what another training exported meanwhile goes to the hub with the card of this one",
         "tests/registry/test_push.py",
     ),
+    Fault(
+        "edited-template-unchanged",
+        "ingot/config/installed_code.py",
+        "(os.path.join(folder, name) for name in names if _is_own(name))",
+        "(os.path.join(folder, name) for name in names if name.endswith('.py'))",
+        "an edited chat template of a package counts as unchanged",
+        "tests/config/test_doors.py",
+    ),
 ]
