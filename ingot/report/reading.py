@@ -22,12 +22,14 @@ Value = TypeVar("Value")
 ABOUT_MODEL = ("evaluate", "gate", "register", "deploy", "serve", "predict")
 """Steps about a model that is there already."""
 STEP_ORDER = ("ingest", "prepare", "train", *ABOUT_MODEL)
+NOT_ENDED = "of a training that did not end"
+"""In place of what a training made: no step read that, not even one that found no record of it."""
 
 
 def read_records(folder: Path) -> tuple[list[PipelineStepRecord], set[str]]:
     """The records in order, and the verbs of ABOUT_MODEL whose records are left out: they read what
-    a step before them made earlier, as where the gate since keeps the live model, or a training
-    was begun since.
+    a training or one of them made earlier, as where the gate since keeps the live model, or where a
+    training was begun and has not ended. Data that were prepared since make no other model.
     """
     found = (
         [read_record(folder, path.stem) for path in sorted(folder.glob("*.json"))]
@@ -37,13 +39,14 @@ def read_records(folder: Path) -> tuple[list[PipelineStepRecord], set[str]]:
     place = {step: number for number, step in enumerate(STEP_ORDER)}
     timed = [record for record in found if record is not None and is_number(record.seconds)]
     timed.sort(key=lambda record: place.get(str(record.step), len(place)))
-    made: dict[str, str | None] = {str(record.step): record.outputs for record in timed}
+    made = {str(record.step): record.outputs for record in timed}
     if did_not_end(folder, "train"):
-        made["train"] = None
+        made["train"] = NOT_ENDED
     earlier = set[str]()
     for record in timed:
         knobs = record.knobs if isinstance(record.knobs, dict) else {}
-        read = {verb: knobs[f"from {verb}"] for verb in made if f"from {verb}" in knobs}
+        about = [verb for verb in ("train", *ABOUT_MODEL) if verb in made]
+        read = {verb: knobs[f"from {verb}"] for verb in about if f"from {verb}" in knobs}
         if record.step in ABOUT_MODEL and any(
             verb in earlier or made[verb] != outputs for verb, outputs in read.items()
         ):

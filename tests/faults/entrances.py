@@ -626,7 +626,7 @@ FAULTS = [
     Fault(
         "figures-of-an-earlier-training",
         "ingot/report/reading.py",
-        '        made["train"] = None\n',
+        '        made["train"] = NOT_ENDED\n',
         "        pass\n",
         "the page of an unfinished training has the figures of the model before it",
         "tests/report/test_page.py",
@@ -718,5 +718,21 @@ FAULTS = [
         "(os.path.join(folder, name) for name in names if name.endswith('.py'))",
         "an edited chat template of a package counts as unchanged",
         "tests/config/test_doors.py",
+    ),
+    Fault(
+        "measured-while-unfinished",
+        "ingot/report/reading.py",
+        'NOT_ENDED = "of a training that did not end"',
+        "NOT_ENDED: Any = None",
+        "what was measured while a training is unfinished is told as that training's",
+        "tests/report/test_page.py",
+    ),
+    Fault(
+        "figures-lost-with-data",
+        "ingot/report/reading.py",
+        'for verb in ("train", *ABOUT_MODEL) if verb in made]',
+        "for verb in made]",
+        "data that were prepared again take the figures of a model off its page",
+        "tests/report/test_page.py",
     ),
 ]

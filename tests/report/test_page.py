@@ -377,6 +377,42 @@ def test_an_earlier_model_is_not_told_of_a_training_that_was_begun_since(run: Ru
     assert "(step 300) may be an earlier training's; it, and what was measured" in page.text
 
 
+def test_what_is_measured_while_a_training_is_unfinished_is_not_told_of_it(run: RunFolder) -> None:
+    """`evaluate` then finds no record of a training, and reads the model that lies there."""
+    begin_record(run.steps, "train")
+    for verb, knobs in (("evaluate", {"from train": None}), ("gate", {"from evaluate": "out"})):
+        record = read_record(run.steps, verb)
+        assert record is not None
+        write_record(run.steps, replace(record, knobs=knobs))
+    view = read_run(run)
+    assert (view.evaluation, view.gate) == (None, None)
+    assert {"evaluate", "gate"}.isdisjoint(record.step for record in view.records)
+    assert "perplexity" not in Page(write_page(run)).text
+
+
+@pytest.mark.parametrize("named", [None, "words:3"])
+def test_data_that_are_prepared_since_leave_a_models_figures_as_they_are(
+    run: RunFolder, named: str | None
+) -> None:
+    """`named`: the model in the registry that was measured, which is this run's."""
+    made = {"from prepare": "out"} | ({} if named else {"from train": "out"})
+    for verb, knobs in (
+        ("evaluate", {**made, "knobs": {"evaluate.model": named}}),
+        ("gate", {"from evaluate": "out"}),
+    ):
+        record = read_record(run.steps, verb)
+        assert record is not None
+        write_record(run.steps, replace(record, knobs=knobs))
+    before = read_run(run)
+    assert (before.evaluation is not None, before.gate is not None) == (True, True)
+    prepare = read_record(run.steps, "prepare")
+    assert prepare is not None
+    write_record(run.steps, replace(prepare, outputs="other data"))
+    since = read_run(run)
+    assert (since.evaluation, since.gate) == (before.evaluation, before.gate)
+    assert since.notes == []
+
+
 def test_measures_of_the_model_before_are_not_told_of_one_trained_since(run: RunFolder) -> None:
     for verb, knobs in (("evaluate", {"from train": "out"}), ("train", {})):
         record = read_record(run.steps, verb)
