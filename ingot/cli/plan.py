@@ -278,6 +278,7 @@ def ask_cloud(recipe: Recipe, place: PlannedPlace, *, ask: bool) -> list[PlanFin
 
 
 def _show(recipe: Recipe, made: RunPlan, found: Findings, *, as_json: bool, keep: bool) -> None:
+    from ingot.base.masking import keys_hidden
     from ingot.base.progress import say
     from ingot.base.storage import write_atomic
     from ingot.cli.views.plan_table import show_plan
@@ -288,6 +289,7 @@ def _show(recipe: Recipe, made: RunPlan, found: Findings, *, as_json: bool, keep
     content["knobs"] = recipe.select(RECORDED)
     content["wrong"] = list(found.wrong)
     content["not_checked"] = list(dict.fromkeys(found.unknown))
+    content = keys_hidden(content)
     text = json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
     if as_json:
         print(text, end="")

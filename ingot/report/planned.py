@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from ingot.base.masking import MASK, masked
 from ingot.base.progress import duration
 from ingot.report.chosen import flatten
 from ingot.report.formatting import short
@@ -149,15 +150,20 @@ def _range(value: Any) -> Mapping[str, Any] | None:
 
 
 def _changed(view: RunView, plan: Mapping[str, Any]) -> list[str]:
-    before = flatten(_mapping(plan.get("knobs")))
+    """Knobs that differ but for secrets, which a run's view does not have: another key opens the
+    same address.
+    """
+    knobs = flatten(_mapping(plan.get("knobs")))
+    before = {path: masked(value) for path, value in knobs.items()}
     sections = {path.partition(".")[0] for path in before}
     now = {
-        path: value
+        path: masked(value)
         for path, value in flatten(view.recipe).items()
         if path.partition(".")[0] in sections
     }
     names = dict.fromkeys([*before, *now])
-    return [name for name in names if before.get(name) != now.get(name)] if now else []
+    same = {name for name in names if now.get(name) in (before.get(name), MASK)}
+    return [name for name in names if name not in same] if now else []
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

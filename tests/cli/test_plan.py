@@ -16,12 +16,14 @@ from rich.console import Console
 
 from benchmarks.plan_memory import measured
 from ingot.base.errors import Failed, WrongInput
-from ingot.cli.plan import _planned, ask_cloud
+from ingot.cli.plan import _planned, _show, ask_cloud
 from ingot.cli.views import plan_table
 from ingot.cli.views.plan_table import short_plan, show_plan
 from ingot.cloud.doctor import context
 from ingot.cloud.doctor.context import CloudFinding
 from ingot.config.recipe import Recipe
+from ingot.config.sections.data import SourceSettings
+from ingot.config.values import Findings
 from ingot.plan import assemble
 from ingot.plan.as_json import plan_json
 from ingot.plan.assemble import ModelKnown, RunPlan, make_plan
@@ -333,6 +335,27 @@ def test_a_real_plan_is_kept_beside_the_run(place: Path) -> None:
     kept = json.loads((place / "runs/tiny/reports/plan.json").read_text(encoding="utf-8"))
     assert kept == content
     assert "kept as runs/tiny/reports/plan.json" in done.stderr
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_no_key_of_an_address_is_kept_or_printed(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    as_json: bool,
+) -> None:
+    plan = made_up(tmp_path, monkeypatch)
+    address = "https://host/a.jsonl?X-Amz-Signature="
+    data = plan.recipe.data.model_copy(
+        update={"train": [SourceSettings(source=f"{address}s3cr3t")]}
+    )
+    found = Findings({})
+    found.unknown.append(f"{address}s3cr3t does not answer")
+    _show(plan.recipe.model_copy(update={"data": data}), plan, found, as_json=as_json, keep=True)
+    kept = plan.recipe.folder.plan.read_text(encoding="utf-8")
+    assert f"{address}(hidden:" in kept
+    printed = capsys.readouterr()
+    assert "s3cr3t" not in kept + printed.out + printed.err
 
 
 def test_what_the_trace_alone_finds_is_told(

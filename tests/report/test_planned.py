@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+from ingot.base.masking import keys_hidden
 from ingot.base.runfolder import RunFolder
 from ingot.base.runlog import append_line
 from ingot.report.page import render
@@ -82,6 +84,22 @@ def test_a_plan_of_other_knobs_says_so(tmp_path: Path) -> None:
     assert "train.steps" in found.changed
     assert "train.global_batch" not in found.changed
     assert found.remark.startswith("The run has other knobs than the plan: ")
+
+
+def test_a_key_in_an_address_makes_no_other_plan(tmp_path: Path) -> None:
+    """A signed address has another one at every start, and its record a mark in place of it."""
+    run, address = made_up_run(tmp_path), "https://host/a.jsonl?X-Amz-Signature="
+    recipe = yaml.safe_load(run.recipe.read_text(encoding="utf-8"))
+    found = []
+    for source in (f"{address}one", f"{address}two", f"{address}two&part=3"):
+        plans = plan(knobs=keys_hidden({"data": {**recipe["data"], "train": [{"source": source}]}}))
+        run.plan.write_text(json.dumps(plans), encoding="utf-8")
+        recipe["data"]["train"] = [{"source": f"{address}two"}]
+        run.recipe.write_text(yaml.safe_dump(recipe), encoding="utf-8")
+        beside = beside_plan(read_run(run))
+        assert beside is not None
+        found.append(beside.changed)
+    assert found == [[], [], ["data.train.0.source"]]
 
 
 @pytest.mark.parametrize(
