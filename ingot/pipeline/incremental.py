@@ -38,6 +38,7 @@ from ingot.config.identity import changes
 from ingot.config.load import dump_recipe
 from ingot.config.models.content import earlier_model
 from ingot.config.recipe import Recipe
+from ingot.pipeline.former import FormerRecord, put_back
 from ingot.pipeline.origin import newest_marker, tell_origin
 from ingot.pipeline.steps import PipelineStep, upstream_steps
 from ingot.report.living import keep_page, renew_page, show_page
@@ -141,13 +142,14 @@ def run_step(
                 tell_origin(step, recipe)
                 renew_page(run, run.steps / f"{step.verb}.json")
             return found.record
+        former = FormerRecord.of(run, step.verb) if is_main else None
         if is_main:
             if found.reasons and found.reasons != (NOT_DONE,):
                 say(f"{step.verb}: again, because {'; '.join(found.reasons)}")
             write_atomic(run.recipe, dump_recipe(recipe))
             begin_record(run.steps, step.verb)
         with page_kept(run, step.verb) if is_main else contextlib.nullcontext():
-            return _recorded(step, recipe, work, found)
+            return _recorded(step, recipe, work, found, former)
 
 
 @contextlib.contextmanager
@@ -173,11 +175,15 @@ def page_kept(run: RunFolder, verb: str) -> Iterator[None]:
 
 
 def _recorded(
-    step: PipelineStep, recipe: Recipe, work: Callable[[], VerbOutcome], found: StepCheck
+    step: PipelineStep,
+    recipe: Recipe,
+    work: Callable[[], VerbOutcome],
+    found: StepCheck,
+    former: FormerRecord | None,
 ) -> PipelineStepRecord:
     """Do the work and keep its record."""
     is_main, began = ranks().is_main, time.monotonic()
-    with _recording_failure(step, recipe) if is_main else contextlib.nullcontext():
+    with _recording_failure(step, recipe, former) if is_main else contextlib.nullcontext():
         outcome = work()
     record = PipelineStepRecord(
         step.verb,
@@ -197,7 +203,9 @@ def _recorded(
 
 
 @contextlib.contextmanager
-def _recording_failure(step: PipelineStep, recipe: Recipe) -> Iterator[None]:
+def _recording_failure(
+    step: PipelineStep, recipe: Recipe, former: FormerRecord | None
+) -> Iterator[None]:
     """Record a failure in `events.jsonl`, where reports look for it."""
     try:
         yield
@@ -207,6 +215,8 @@ def _recording_failure(step: PipelineStep, recipe: Recipe) -> Iterator[None]:
         cause = str(error) if isinstance(error, IngotError) else f"{type(error).__name__}: {error}"
         with contextlib.suppress(OSError, IngotError):
             record_event(recipe.folder.events, "failure", cause=f"{step.verb}: {cause}")
+            if isinstance(error, WrongInput):  # others are tried again, and must not find it done
+                put_back(former)
         raise
 
 

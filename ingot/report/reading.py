@@ -79,7 +79,8 @@ def other_model(run: RunFolder, report: EvaluationReport | None) -> str | None:
 def left_out(doubt: str | None, other: str | None) -> list[str]:
     """Why the model's lineage or its measures are not told, though they are there."""
     if doubt is not None:
-        return [f"{doubt}; it, and what was measured and decided of it, is left out here"]
+        told = "it, and what was measured and decided of it, is left out here"
+        return [f"{doubt}; {told} until `ingot train` has brought that to its end"]
     if other is not None:
         return [
             f"{other}, and is left out; `ingot evaluate` without evaluate.model measures this one"

@@ -735,4 +735,20 @@ FAULTS = [
         "data that were prepared again take the figures of a model off its page",
         "tests/report/test_page.py",
     ),
+    Fault(
+        "refused-and-gone",
+        "ingot/pipeline/incremental.py",
+        "                put_back(former)\n",
+        "                pass\n",
+        "a mistyped knob takes the model and the figures of a finished training off its page",
+        "tests/pipeline/test_perform.py",
+    ),
+    Fault(
+        "put-back-though-changed",
+        "ingot/pipeline/former.py",
+        "_made(former.run) == former.made",
+        "former.made",
+        "a training that failed half way is told as the finished one before it",
+        "tests/pipeline/test_perform.py",
+    ),
 ]

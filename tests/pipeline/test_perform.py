@@ -18,7 +18,7 @@ import ingot
 from ingot.base.environment import NODE_VARIABLE
 from ingot.base.errors import Failed, WrongInput
 from ingot.base.markers import entry_of, write_marker
-from ingot.base.reports import PipelineStepRecord, VerbOutcome, read_record
+from ingot.base.reports import PipelineStepRecord, VerbOutcome, did_not_end, read_record
 from ingot.base.runfolder import RUN_LOCK, RunFolder, folder_lock
 from ingot.base.runlog import read_lines, record_event
 from ingot.cli.verbs import STAMPS
@@ -295,6 +295,38 @@ def test_the_model_of_an_earlier_training_is_not_taken_for_that_of_one_that_did_
     run_step(step_named("train"), changed, work, STAMPS)
     run_step(step_named("gate"), changed, work, {})
     assert work.times == 3, "evaluate, gate, train"
+
+
+@pytest.mark.parametrize("made", [None, "checkpoints/step-1/rank0.pt", "metrics.jsonl"])
+def test_a_training_that_is_refused_before_it_changes_anything_takes_nothing_away(
+    recipe_with: Callable[..., Recipe], made: str | None
+) -> None:
+    recipe = recipe_with()
+    run, work = recipe.folder, Counted(recipe)
+    for verb in ("prepare", "train", "evaluate", "gate"):
+        run_step(step_named(verb), recipe, work, STAMPS)
+    before = (run.recipe.read_bytes(), (run.steps / "train.json").read_bytes())
+
+    def refuse() -> VerbOutcome:
+        for accompanies in (
+            run.heartbeats / "node",
+            run.logs / "stacks",
+            run.root / (made or ".a"),
+        ):
+            accompanies.parent.mkdir(parents=True, exist_ok=True)
+            accompanies.write_text("of an attempt")
+        raise WrongInput("model.config: heads is not in the configuration")
+
+    mistyped = recipe_with("model.config={heads: 3}")
+    with pytest.raises(WrongInput, match="heads is not in the configuration"):
+        run_step(step_named("train"), mistyped, refuse, STAMPS)
+    after = (run.recipe.read_bytes(), (run.steps / "train.json").read_bytes())
+    assert (before == after) == (made is None)
+    assert did_not_end(run.steps, "train") == (made is not None)
+    assert [event["cause"][:5] for event in read_lines(run.events)] == ["train"]
+    times = work.times
+    run_step(step_named("train"), recipe, work, STAMPS)
+    assert work.times == times + (made is not None)
 
 
 @pytest.mark.parametrize("verb", ["evaluate", "gate"])

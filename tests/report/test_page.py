@@ -375,6 +375,7 @@ def test_an_earlier_model_is_not_told_of_a_training_that_was_begun_since(run: Ru
     assert "Training has come to step 300; no model is made of it yet." in page.text
     assert "bits for each byte" not in page.text
     assert "(step 300) may be an earlier training's; it, and what was measured" in page.text
+    assert "until `ingot train` has brought that to its end" in page.text
 
 
 def test_what_is_measured_while_a_training_is_unfinished_is_not_told_of_it(run: RunFolder) -> None:
