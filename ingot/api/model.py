@@ -12,7 +12,7 @@ import torch
 from ingot.base.errors import WrongInput
 from ingot.base.progress import say
 from ingot.base.runfolder import RunFolder, model_folder
-from ingot.config.models.content import earlier_model
+from ingot.config.models.lineage import earlier_model
 from ingot.models.native.decoder import Decoder
 from ingot.serve.native.model import load
 from ingot.serve.predict import PredictOptions, check_characters, predict_locally

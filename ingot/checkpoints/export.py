@@ -18,15 +18,9 @@ import ingot
 from ingot.base.errors import WrongInput
 from ingot.base.progress import say
 from ingot.base.storage import atomic_folder
-from ingot.config.models.content import (
-    CONTENT,
-    LINEAGE,
-    changed_content,
-    content_record,
-    describe_changed,
-    read_lineage,
-)
+from ingot.config.models.content import CONTENT, changed_content, content_record, describe_changed
 from ingot.config.models.experts import CORRECTION
+from ingot.config.models.lineage import LINEAGE, read_lineage
 from ingot.config.models.source import CONFIG, model_config
 from ingot.config.models.weights import hash_model
 from ingot.models.adapters.peft_config import is_adapter

@@ -178,7 +178,8 @@ def copy_checked(
         )
     from ingot.base.progress import say
     from ingot.checkpoints.export import copy_adapter, copy_model
-    from ingot.config.models.content import CONTENT, read_lineage
+    from ingot.config.models.content import CONTENT
+    from ingot.config.models.lineage import read_lineage
 
     folder = _folder(source)
     if layout == "peft":

@@ -17,7 +17,7 @@ from ingot.base.runfolder import RunFolder
 from ingot.cli.arguments import settings_without_recipe, values
 from ingot.cli.output import print_json
 from ingot.config.load import read_recipe, split_arguments
-from ingot.config.models.content import earlier_model
+from ingot.config.models.lineage import earlier_model
 from ingot.config.recipe import Recipe
 from ingot.config.shipped import names
 from ingot.registry.verbs import registered_version, registry_of

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ingot.base.errors import WrongInput
-from ingot.config.models.content import read_lineage
+from ingot.config.models.lineage import read_lineage
 from ingot.config.recipe import Recipe
 from ingot.data.batches.loader import Batch, fixed_batches
 from ingot.data.batches.rows import Rows

@@ -15,7 +15,8 @@ from torch import Tensor
 from ingot.base.errors import WrongInput
 from ingot.base.hub import fetch_model
 from ingot.base.progress import say
-from ingot.config.models.content import CHANGED, LABELS, QUANTIZE, read_lineage
+from ingot.config.models.content import CHANGED, LABELS, QUANTIZE
+from ingot.config.models.lineage import read_lineage
 from ingot.config.models.rotary import overridden
 from ingot.config.models.source import ModelKind, kind_of, model_config
 from ingot.config.models.types import HFKind

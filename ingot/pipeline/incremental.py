@@ -36,7 +36,7 @@ from ingot.base.runlog import record_event
 from ingot.base.storage import find_files, is_remote, stamp, write_atomic
 from ingot.config.identity import changes
 from ingot.config.load import dump_recipe
-from ingot.config.models.content import earlier_model
+from ingot.config.models.lineage import earlier_model
 from ingot.config.recipe import Recipe
 from ingot.pipeline.former import FormerRecord, put_back
 from ingot.pipeline.origin import newest_marker, tell_origin

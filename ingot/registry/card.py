@@ -14,7 +14,7 @@ import yaml
 
 from ingot.base.masking import masked
 from ingot.base.reports import EvaluationReport
-from ingot.config.models.content import started_from
+from ingot.config.models.lineage import started_from
 
 LICENSES = {
     *("apache-2.0", "mit", "bsd-2-clause", "bsd-3-clause", "mpl-2.0", "isc", "unlicense"),

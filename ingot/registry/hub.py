@@ -20,7 +20,8 @@ from ingot.base.masking import keys_hidden
 from ingot.base.reports import EvaluationReport, read_record, read_report
 from ingot.base.runfolder import RunFolder, check_no_other_run, folder_lock
 from ingot.base.storage import stamp
-from ingot.config.models.content import CONTENT, LINEAGE, check_content, read_lineage
+from ingot.config.models.content import CONTENT, check_content
+from ingot.config.models.lineage import LINEAGE, read_lineage
 from ingot.config.models.source import kind_of, model_config
 from ingot.registry.card import (
     BUILT_IN_LICENSES,

@@ -26,7 +26,8 @@ from ingot.base.markers import entry_of, problems, read_marker, write_marker
 from ingot.base.reports import EvaluationReport, parse_report
 from ingot.base.runfolder import shared_lock
 from ingot.base.storage import atomic_folder, disk_errors, fsync_folder
-from ingot.config.models.content import read_lineage, tensor_digests
+from ingot.config.models.content import tensor_digests
+from ingot.config.models.lineage import read_lineage
 from ingot.registry.database import open_database
 from ingot.registry.versions import LiveChange, LocalVersion, stale_decision, unknown_version
 

@@ -18,7 +18,8 @@ from ingot.base.reports import EvaluationReport, VerbOutcome, file_sizes, read_r
 from ingot.base.runfolder import RunFolder
 from ingot.base.runlog import record_event
 from ingot.base.storage import write_atomic
-from ingot.config.models.content import LINEAGE, check_content, read_lineage, tensor_digests
+from ingot.config.models.content import check_content, tensor_digests
+from ingot.config.models.lineage import LINEAGE, read_lineage
 from ingot.config.models.weights import hash_model
 from ingot.config.recipe import Recipe
 from ingot.registry.decision import (

@@ -11,7 +11,7 @@ from typing import Any
 from markupsafe import Markup
 
 from ingot.base.progress import duration
-from ingot.config.models.content import started_from
+from ingot.config.models.lineage import started_from
 from ingot.report.failures import last_failure
 from ingot.report.formatting import count, median, percent, short
 from ingot.report.plots import bar_chart

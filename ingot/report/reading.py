@@ -15,7 +15,7 @@ import yaml
 from ingot.base.errors import IngotError
 from ingot.base.reports import EvaluationReport, PipelineStepRecord, did_not_end, read_record
 from ingot.base.runfolder import RunFolder
-from ingot.config.models.content import read_lineage
+from ingot.config.models.lineage import read_lineage
 from ingot.report.metrics import is_number
 
 Value = TypeVar("Value")

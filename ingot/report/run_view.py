@@ -20,7 +20,7 @@ from ingot.base.reports import (
 )
 from ingot.base.runfolder import RunFolder
 from ingot.base.runlog import read_lines
-from ingot.config.models.content import earlier_model
+from ingot.config.models.lineage import earlier_model
 from ingot.report.formatting import median, timestamp
 from ingot.report.goodput import Goodput, goodput
 from ingot.report.life import ENDS, FAILED, at_work, last_beat, last_changed, last_sign, saved_step

@@ -10,7 +10,8 @@ from typing import Any
 from ingot.base.errors import WrongInput
 from ingot.base.hub import ask_tokenizer, fetch_model
 from ingot.base.runfolder import model_folder
-from ingot.config.models.content import check_files, read_lineage
+from ingot.config.models.content import check_files
+from ingot.config.models.lineage import read_lineage
 from ingot.config.recipe import Recipe
 from ingot.tokenizers.convert import convert_model, gpt2_json
 from ingot.tokenizers.settings import (

@@ -19,7 +19,8 @@ from ingot.checkpoints.collective import run_on_all
 from ingot.checkpoints.reader import load_checkpoint
 from ingot.checkpoints.store import CommittedCheckpoint
 from ingot.config.identity import WEIGHTS_OF, weights_fingerprint
-from ingot.config.models.content import CHANGED, QUANTIZE, read_lineage
+from ingot.config.models.content import CHANGED, QUANTIZE
+from ingot.config.models.lineage import read_lineage
 from ingot.config.models.source import CONFIG, model_config
 from ingot.config.models.weights import model_hash
 from ingot.config.recipe import Recipe

@@ -19,7 +19,8 @@ from ingot.base.storage import write_atomic
 from ingot.checkpoints.export import export_model, source_generation
 from ingot.checkpoints.reader import WholeWeights, load_checkpoint
 from ingot.checkpoints.store import checkpoint_in, step_folder
-from ingot.config.models.content import CHANGED, CONTENT, FILES, LABELS, LINEAGE, file_digests
+from ingot.config.models.content import CHANGED, CONTENT, FILES, LABELS, file_digests
+from ingot.config.models.lineage import LINEAGE
 from ingot.config.models.source import model_config
 from ingot.config.models.weights import weight_files
 from ingot.models.adapters.lora import add_lora, lora_layers

@@ -16,7 +16,7 @@ from ingot.base.errors import WrongInput
 from ingot.checkpoints.store import CommittedCheckpoint
 from ingot.config.degrees import Degrees
 from ingot.config.identity import content_identity
-from ingot.config.models.content import read_lineage
+from ingot.config.models.lineage import read_lineage
 from ingot.config.models.source import ModelKind, check_lora
 from ingot.config.recipe import Recipe
 from ingot.config.sections.objective import TWO_ROWS

@@ -24,7 +24,7 @@ from ingot.checkpoints.export import export_model
 from ingot.checkpoints.reader import load_checkpoint
 from ingot.checkpoints.state import training_tensors
 from ingot.checkpoints.store import committed, newest_valid
-from ingot.config.models.content import read_lineage
+from ingot.config.models.lineage import read_lineage
 from ingot.config.models.weights import hash_model
 from ingot.config.sections.training import AdamW
 from ingot.models.native.config import DecoderConfig

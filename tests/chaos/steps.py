@@ -14,7 +14,7 @@ from ingot.base.reports import VerbOutcome, file_sizes, is_intact, read_record
 from ingot.base.runlog import read_lines
 from ingot.base.storage import write_atomic
 from ingot.checkpoints.store import committed, newest_valid
-from ingot.config.models.content import read_lineage
+from ingot.config.models.lineage import read_lineage
 from ingot.config.models.weights import hash_model
 from ingot.config.recipe import Recipe
 from ingot.data.ingest import ingest

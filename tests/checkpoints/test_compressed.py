@@ -17,7 +17,7 @@ from ingot.base.runlog import read_lines
 from ingot.checkpoints import compressed
 from ingot.checkpoints.compressed import KINDS, export_compressed
 from ingot.cli.carry import write_compressed
-from ingot.config.models.content import read_lineage
+from ingot.config.models.lineage import read_lineage
 from ingot.data.batches.loader import fixed_batches
 from ingot.evaluate import held_out
 from ingot.evaluate.held_out import held_out_loss

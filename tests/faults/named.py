@@ -269,4 +269,12 @@ FAULTS = [
         "losses of trainings on other columns are compared while the trainings go on",
         "tests/report/test_tables.py",
     ),
+    Fault(
+        "doubtful-model-of-another-run",
+        "ingot/config/models/source.py",
+        "        tell_earlier_model(RunFolder(folder))\n",
+        "        pass\n",
+        "a training goes on from a run whose model is an earlier training's, and nobody is told",
+        "tests/config/test_source.py",
+    ),
 ]

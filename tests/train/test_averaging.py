@@ -17,7 +17,7 @@ from ingot.base.errors import Stopped, WrongInput
 from ingot.base.runlog import read_lines
 from ingot.checkpoints.reader import WholeWeights
 from ingot.checkpoints.store import committed, step_folder
-from ingot.config.models.content import read_lineage
+from ingot.config.models.lineage import read_lineage
 from ingot.config.recipe import Recipe
 from ingot.config.sections.loop import Average
 from ingot.config.sections.training import SGD, AdamW

@@ -19,7 +19,7 @@ from ingot.base.errors import Failed, WrongInput
 from ingot.base.runlog import read_lines
 from ingot.checkpoints.store import COMMIT, committed
 from ingot.config.identity import changes
-from ingot.config.models.content import read_lineage
+from ingot.config.models.lineage import read_lineage
 from ingot.config.recipe import Recipe
 from ingot.data.ingest import ingest
 from ingot.data.prepare import prepare

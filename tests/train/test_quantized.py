@@ -16,7 +16,7 @@ from ingot.base.errors import WrongInput
 from ingot.base.runlog import read_lines
 from ingot.checkpoints.reader import StoredTensors
 from ingot.checkpoints.store import committed
-from ingot.config.models.content import read_lineage
+from ingot.config.models.lineage import read_lineage
 from ingot.config.recipe import Recipe
 from ingot.config.shape import parameter_count
 from ingot.models.kinds import open_model

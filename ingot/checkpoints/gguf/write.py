@@ -31,7 +31,7 @@ from ingot.checkpoints.gguf.families import (
     stored,
 )
 from ingot.checkpoints.gguf.vocabulary import GgufVocabulary, vocabulary_of
-from ingot.config.models.content import read_lineage
+from ingot.config.models.lineage import read_lineage
 from ingot.models.adapters.peft_config import is_adapter
 from ingot.models.hf.tensor_names import EMBEDDING
 from ingot.models.kinds import base_folder, exported_shapes, exported_weights, open_model

@@ -17,11 +17,9 @@ import xxhash
 
 from ingot.base.errors import WrongInput
 from ingot.base.markers import fingerprint
-from ingot.base.reports import did_not_end
-from ingot.base.runfolder import RunFolder
+from ingot.config.models.lineage import read_lineage
 from ingot.config.models.source import CONFIG, model_config
 
-LINEAGE = "ingot.json"
 CONTENT = "content"
 """The record's key in `ingot.json`."""
 FILES = "files"
@@ -39,39 +37,6 @@ IGNORED = ("chat_template", "base_model_name_or_path")
 SETTINGS = ("tokenizer_config.json", "generation_config.json", "adapter_config.json")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "special_tokens_map.json")
 ADVICE = "export or fetch the model again, or, if that was on purpose, accept it with"
-
-
-def read_lineage(folder: Path) -> dict[str, Any] | None:
-    """`ingot.json`: a model's lineage; None in a folder not written by ingot."""
-    try:
-        lineage = json.loads((folder / LINEAGE).read_bytes())
-    except (FileNotFoundError, NotADirectoryError, ValueError):
-        return None
-    return lineage if isinstance(lineage, dict) else None
-
-
-def earlier_model(run: RunFolder) -> str | None:
-    """That the model of a run may be an earlier training's, in words: its training was begun since
-    and has not ended. None where it is that of the last one, or there is none.
-    """
-    if not did_not_end(run.steps, "train") or (made := read_lineage(run.model)) is None:
-        return None
-    return (
-        f"`train` was begun in {run.root} and has not ended, so {run.model} (step"
-        f" {made.get('step')}) may be an earlier training's"
-    )
-
-
-def started_from(lineage: Mapping[str, Any] | None) -> str | None:
-    """The run and step whose weights a training went on from (`train.start_from`), in words; None
-    where it began otherwise.
-    """
-    origin = (lineage or {}).get("start_from")
-    if not isinstance(origin, dict) or not isinstance(origin.get("step"), int):
-        return None
-    checkpoint = Path(str(origin.get("checkpoint")))
-    run = checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else checkpoint
-    return f"{run.name} at step {origin['step']:,}"
 
 
 def tensor_digests(lineage: Mapping[str, Any] | None) -> dict[str, str]:

@@ -13,7 +13,8 @@ from typing import Any, Literal
 
 from ingot.base.errors import WrongInput
 from ingot.base.hub import fetch_config, fetch_model
-from ingot.base.runfolder import model_folder
+from ingot.base.runfolder import RunFolder, model_folder
+from ingot.config.models.lineage import tell_earlier_model
 from ingot.config.models.presets import PRESETS, THROUGH_TRANSFORMERS, preset
 from ingot.config.models.rotary import overridden
 from ingot.config.models.types import (
@@ -227,7 +228,7 @@ def named_config(source: str, knob: str) -> Path:
 
 def named_folder(source: str, knob: str, revision: str | None = None) -> Path:
     """The model folder that `hf:ORG/NAME`, a folder, or a run folder refers to; for a run, its
-    exported model.
+    exported model, and a note where that may be an earlier training's.
 
     Raises:
         WrongInput: there is no such folder or hub model; `knob` names the knob that refers to it.
@@ -237,7 +238,10 @@ def named_folder(source: str, knob: str, revision: str | None = None) -> Path:
     folder = Path(source)
     if not folder.is_dir():
         raise _unknown_source(source, knob)
-    return model_folder(folder)
+    own = model_folder(folder)
+    if own != folder:
+        tell_earlier_model(RunFolder(folder))
+    return own
 
 
 def _unknown_source(source: str, knob: str) -> WrongInput:

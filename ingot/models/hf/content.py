@@ -13,12 +13,8 @@ import torch
 import xxhash
 from torch import Tensor
 
-from ingot.config.models.content import (
-    changed_files,
-    read_lineage,
-    refuse_changed,
-    tensor_digests,
-)
+from ingot.config.models.content import changed_files, refuse_changed, tensor_digests
+from ingot.config.models.lineage import read_lineage
 from ingot.models.hf.compressed import CompressedMatrix
 
 

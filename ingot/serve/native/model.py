@@ -14,8 +14,8 @@ import torch
 
 from ingot.base.errors import WrongInput
 from ingot.base.progress import say
-from ingot.config.models.content import read_lineage
 from ingot.config.models.family import is_native
+from ingot.config.models.lineage import read_lineage
 from ingot.config.models.source import CONFIG, ModelKind, model_config
 from ingot.models.device import Compute, graph_recorder, pick_device
 from ingot.models.generation.classifier import Classifier

@@ -11,7 +11,8 @@ import torch
 
 from ingot.base.errors import WrongInput
 from ingot.base.runfolder import model_folder
-from ingot.config.models.content import LABELS, read_lineage
+from ingot.config.models.content import LABELS
+from ingot.config.models.lineage import read_lineage
 from ingot.config.models.source import model_config
 from ingot.config.sections.rewards import ClassifierReward
 from ingot.models.adapters.peft import class_count

@@ -19,8 +19,8 @@ from ingot.checkpoints.export import DTYPES
 from ingot.checkpoints.reader import load_checkpoint
 from ingot.checkpoints.store import COMMIT, CommittedCheckpoint, committed, step_folder
 from ingot.config.identity import changes
-from ingot.config.models.content import LINEAGE, read_lineage
 from ingot.config.models.experts import CORRECTION
+from ingot.config.models.lineage import LINEAGE, read_lineage
 from ingot.config.models.source import CONFIG
 from ingot.config.recipe import Recipe
 from ingot.config.sections.layout import Parallel

@@ -14,7 +14,7 @@ from ingot.base.errors import Failed, WrongInput
 from ingot.checkpoints.gguf.families import ARCHITECTURES
 from ingot.checkpoints.gguf.write import export_gguf
 from ingot.cli.carry import write_gguf
-from ingot.config.models.content import read_lineage
+from ingot.config.models.lineage import read_lineage
 from tests.checkpoints.gguf.small import FAMILIES, TEXT, family, tokenizer
 from tests.lazy import lazy
 from tests.tolerances import LLAMA_CPP

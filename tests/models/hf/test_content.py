@@ -13,13 +13,7 @@ import torch
 
 from ingot.base.errors import WrongInput
 from ingot.checkpoints.export import copy_adapter, copy_model, export_model
-from ingot.config.models.content import (
-    CONTENT,
-    FILES,
-    changed_content,
-    check_content,
-    file_digests,
-)
+from ingot.config.models.content import CONTENT, FILES, changed_content, check_content, file_digests
 from ingot.config.models.weights import model_hash
 from ingot.config.sections.lora import Lora
 from ingot.models.adapters.lora import add_lora
