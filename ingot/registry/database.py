@@ -39,8 +39,8 @@ def open_database(path: Path, *, writing: bool = False) -> Iterator[sqlite3.Conn
     A missing file is created only for writing; for reading it counts as an empty registry.
 
     Raises:
-        Failed: the disk is full, could not be read, or another process holds the file for longer
-            than WAIT_S.
+        Failed: the disk is full, could not be read, another process holds the file for longer than
+            WAIT_S, or one left it half written and it may not be written here.
         WrongInput: the file is not a registry, is damaged, was written by a newer ingot, or cannot
             be opened.
     """
@@ -96,6 +96,12 @@ def _translated_errors(path: Path) -> Iterator[None]:
         yield
     except sqlite3.OperationalError as error:
         code = error.sqlite_errorcode & 0xFF  # the primary code of the extended one
+        if code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN) and _is_half_written(path):
+            raise Failed(
+                f"{path} was left half written by a process that died, and only who may write it"
+                f" and {path.parent} can undo that; let them run this command once, then run it"
+                " again"
+            ) from error
         if code == sqlite3.SQLITE_FULL:
             raise Failed(
                 f"disk full while writing {path}; make space and run the same command again"
@@ -138,4 +144,14 @@ def _is_whole(path: Path) -> bool:
         with contextlib.closing(sqlite3.connect(path, timeout=WAIT_S)) as db:
             return bool(db.execute("PRAGMA quick_check").fetchone() == ("ok",))
     except sqlite3.Error:
+        return False
+
+
+def _is_half_written(path: Path) -> bool:
+    """Whether the journal of a transaction is there, by which whoever opens the file next undoes
+    what its writer did not commit.
+    """
+    try:
+        return path.with_name(f"{path.name}-journal").stat().st_size > 0
+    except OSError:
         return False

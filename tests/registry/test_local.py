@@ -455,6 +455,36 @@ def test_it_can_be_read_by_whoever_may_not_write(registry: LocalRegistry) -> Non
         assert [path.name for path in shared.iterdir()] == [registry.path.name]
 
 
+def test_what_a_dead_writer_left_half_done_is_told_to_whoever_may_not_undo_it(
+    registry: LocalRegistry,
+) -> None:
+    add(registry, "a")
+
+    def die(path: Path) -> None:
+        with database.open_database(path, writing=True) as db:
+            db.execute("PRAGMA cache_size = 1")  # so that pages go to the file before the end
+            db.execute("UPDATE versions SET report = ?", ("x" * 200_000,))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def read(path: Path) -> None:
+        if os.getuid() == 0:
+            os.setuid(65534)  # nobody; root may write anywhere
+        with pytest.raises(Failed, match=r"half written by a process that died, .* let them run"):
+            LocalRegistry(path).versions("words")
+
+    with tempfile.TemporaryDirectory() as folder:  # what pytest makes, only its owner may enter
+        path = Path(folder, registry.path.name)
+        shutil.copy(registry.path, path)
+        for work, code in ((die, -signal.SIGKILL), (read, 0)):
+            process = FORK.Process(target=work, args=(path,))
+            process.start()
+            process.join()
+            assert process.exitcode == code
+            path.parent.chmod(0o555)
+        path.parent.chmod(0o755)
+        assert [one.number for one in LocalRegistry(path).versions("words")] == [1]
+
+
 def test_an_error_inside_a_transaction_changes_nothing(registry: LocalRegistry) -> None:
     add(registry, "a")
     with pytest.raises(KeyError), database.open_database(registry.path, writing=True) as db:
