@@ -168,7 +168,7 @@ FAULTS = [
     Fault(
         "the-plan-of-another-recipe",
         "ingot/report/planned.py",
-        "return [name for name in names if before.get(name) != now.get(name)] if now else []",
+        "return [name for name in names if name not in same] if now else []",
         "return []",
         "a run is held against the plan of other knobs",
         "tests/report/test_planned.py",
