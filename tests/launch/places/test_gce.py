@@ -343,7 +343,7 @@ def test_a_signal_is_a_note_that_nodes_look_for(run: Run, bucket: gcs.Server) ->
     [note] = [
         json.loads(stored.data) for name, stored in bucket.objects.items() if f"/{SIGNAL}-" in name
     ]
-    assert note == {"number": 15, "rank": None}
+    assert note == {"number": 15, "ranks": None}
 
 
 # Zones, quotas, refusals.
