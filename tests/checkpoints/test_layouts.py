@@ -187,6 +187,7 @@ def layout_name(layout: dict[str, int]) -> str:
     return " x ".join(f"{axis} {layout[axis]}" for axis in axes if axis in layout)
 
 
+@pytest.mark.drawn(keep=2)
 @pytest.mark.parametrize("name", MODELS)
 def test_any_layout_loads_what_any_other_wrote(
     name: str, written: tuple[Path, list[dict[str, list[dict[str, int]]]]]

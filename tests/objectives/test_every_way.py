@@ -97,6 +97,7 @@ def test_tokens_that_are_asked_for_are_told_as_those_that_are_read(
         assert int(told[1].replace(",", "")) == pytest.approx(read, rel=0.05)
 
 
+@pytest.mark.drawn(keep=4)
 @pytest.mark.parametrize("way", SPLIT)
 def test_unequal_micro_batches_give_the_same_numbers(way: str, ready: Path, tmp_path: Path) -> None:
     """Rows of 4 as 3 and 1, padded to different lengths and with different numbers of targets: a

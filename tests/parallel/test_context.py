@@ -239,6 +239,7 @@ def _compiled_case(here: Mesh) -> dict[str, float]:
     return {"first": graphs[0], "more": graphs[-1] - graphs[0], "loss": losses}
 
 
+@pytest.mark.drawn(keep=2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_sinks_take_part_as_over_whole_rows(found: list[Found], kind: str) -> None:
     for rank, cases in enumerate(found):

@@ -59,6 +59,7 @@ def plain() -> dict[bool, Result]:
     return {lora: run_case(Case(lora=lora, steps=2)) for lora in (False, True)}
 
 
+@pytest.mark.drawn(keep=3)
 @pytest.mark.parametrize("lora", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_recomputed_layers_give_the_same_bits(

@@ -132,6 +132,7 @@ def test_a_schedule_moves_each_group_by_its_factor() -> None:
     assert rates == {1.0: 0.1, 0.5: 0.05}
 
 
+@pytest.mark.drawn(keep=5)
 @pytest.mark.parametrize("clip_norm", [None, 0.5])
 @pytest.mark.parametrize(
     ("world", "micro_batch"), [(1, 1), (1, 2), (1, 3), (1, 5), (2, 4), (2, 2), (2, 3), (4, 1)]

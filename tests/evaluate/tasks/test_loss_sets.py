@@ -32,6 +32,7 @@ from tests.tokenizers.small import bpe_files
 SPLITS: tuple[Split, ...] = ("train", "validation")
 
 
+@pytest.mark.drawn(keep=3)
 @pytest.mark.parametrize(
     ("documents", "how", "lengths", "is_alike"),
     [

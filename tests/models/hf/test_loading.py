@@ -80,6 +80,7 @@ def test_what_is_written_comes_back(
     )
 
 
+@pytest.mark.drawn(keep=6)
 @pytest.mark.parametrize("name", ALL)
 def test_transformers_opens_what_is_written_and_gives_the_same_logits(
     name: str, tmp_path: Path

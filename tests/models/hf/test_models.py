@@ -92,6 +92,7 @@ def assert_same_gradients(model: HFModel, opened: torch.nn.Module) -> None:
         assert (gradient - other).norm() / whole < tolerances.GRADIENTS_FP32, name
 
 
+@pytest.mark.drawn(keep=5)
 @pytest.mark.parametrize("chunk", [2**25, 5 * VOCAB])
 @pytest.mark.parametrize("name", SEQ2SEQ)
 def test_a_sequence_to_sequence_model_has_transformers_loss(

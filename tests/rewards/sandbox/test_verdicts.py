@@ -138,6 +138,7 @@ HONEST = {
 }
 
 
+@pytest.mark.drawn(keep=7)
 @pytest.mark.parametrize("name", HONEST)
 def test_honest_code_passes(name: str) -> None:
     verdict = run_trial(*HONEST[name], SandboxLimits(timeout=30))

@@ -89,6 +89,7 @@ def check_alike(tokenizer: Tokenizer, chats: list[Talk], monkeypatch: pytest.Mon
         assert found.messages == wanted.messages
 
 
+@pytest.mark.drawn(keep=4)
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_the_same_ids_and_masks(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
     check_alike(chatty(template), made_up_chats(80), monkeypatch)
@@ -134,6 +135,7 @@ def test_templates_that_only_join_have_layouts(template: str) -> None:
     assert layout(template, S, U, A) is not None
 
 
+@pytest.mark.drawn(keep=6)
 @pytest.mark.parametrize(
     "looks",
     [
@@ -176,6 +178,7 @@ def test_a_template_that_looks_into_contents_has_none(
     check_alike(tokenizer, chats, monkeypatch)
 
 
+@pytest.mark.drawn(keep=5)
 @pytest.mark.parametrize(
     "asks",
     [
