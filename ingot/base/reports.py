@@ -4,8 +4,10 @@ knows that nothing changed, and the evaluation report.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -13,6 +15,7 @@ from typing import Any, Literal
 from urllib.parse import unquote
 
 from ingot.base.errors import Failed, WrongInput
+from ingot.base.runfolder import RunFolder
 from ingot.base.storage import write_atomic
 
 
@@ -137,6 +140,54 @@ def _where_now(where: str, root: Path) -> str:
     if inside is None or (Path(where).exists() and inside.samefile(where)):
         return where
     return str(inside)
+
+
+Stamps = dict[str, tuple[int, int, int]]
+
+
+@dataclass(frozen=True)
+class FormerRecord:
+    """The record of a step before it is done again, and the recipe and what was decided beside it:
+    put back where it is refused and nothing was changed. A mistyped knob ends a training before its
+    first step, and takes nothing from the one before. `made`: the stamps of all that steps make.
+    """
+
+    run: RunFolder
+    texts: dict[Path, bytes]
+    made: Stamps
+
+    @classmethod
+    def of(cls, run: RunFolder, verb: str) -> FormerRecord | None:
+        """None where the step was not done before, or did not end."""
+        if read_record(run.steps, verb) is None:
+            return None
+        files = (run.recipe, run.layout, run.micro_batch, run.steps / f"{verb}.json")
+        texts = {file: file.read_bytes() for file in files if file.is_file()}
+        return cls(run, texts, _made(run))
+
+
+def put_back(former: FormerRecord | None) -> None:
+    """Say again what was said before, unless something was made since; the record last."""
+    if former is not None and _made(former.run) == former.made:
+        for file, text in former.texts.items():
+            write_atomic(file, text)
+
+
+def _made(run: RunFolder) -> Stamps:
+    """Size, time and number of each file but those that tell of attempts, whatever these made."""
+    tell = {
+        *(run.recipe, run.events, run.heartbeats, run.logs, run.root / "jobs", run.tensorboard),
+        *(run.steps, run.reports / "index.html", run.layout, run.micro_batch),
+    }
+    found: Stamps = {}
+    for folder, inner, names in os.walk(run.root):
+        inner[:] = [name for name in inner if Path(folder, name) not in tell]
+        for file in (Path(folder, name) for name in names if not name.startswith(".")):
+            if file not in tell:
+                with contextlib.suppress(FileNotFoundError):  # of a reader that ends meanwhile
+                    now = file.lstat()
+                    found[str(file)] = now.st_size, now.st_mtime_ns, now.st_ino
+    return found
 
 
 def is_intact(root: Path, record: PipelineStepRecord) -> bool:

@@ -23,11 +23,13 @@ from ingot.base.markers import fingerprint
 from ingot.base.masking import keys_hidden
 from ingot.base.progress import say
 from ingot.base.reports import (
+    FormerRecord,
     PipelineStepRecord,
     VerbOutcome,
     begin_record,
     did_not_end,
     is_intact,
+    put_back,
     read_record,
     write_record,
 )
@@ -38,7 +40,6 @@ from ingot.config.identity import changes
 from ingot.config.load import dump_recipe
 from ingot.config.models.lineage import earlier_model
 from ingot.config.recipe import Recipe
-from ingot.pipeline.former import FormerRecord, put_back
 from ingot.pipeline.origin import newest_marker, tell_origin
 from ingot.pipeline.steps import PipelineStep, upstream_steps
 from ingot.report.living import keep_page, renew_page, show_page

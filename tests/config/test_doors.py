@@ -9,7 +9,7 @@ import pytest
 
 from ingot.base.errors import WrongInput
 from ingot.base.lazy import lazy_import
-from ingot.config import installed_code
+from ingot.config import doors
 from ingot.config.doors import BUILT_IN, Door, load_dotted
 
 DOOR = Door("colour", {"red": "json:dumps"})
@@ -116,7 +116,7 @@ def test_code_is_read_once_until_it_changes(
     _install(tmp_path, monkeypatch, blue="glazes:BLUE")
     read = list[str]()
     monkeypatch.setattr(
-        installed_code, "sha256_file", lambda path: read.append(path) or Path(path).read_text()
+        doors, "sha256_file", lambda path: read.append(path) or Path(path).read_text()
     )
     found = []
     for day, text in enumerate(("BLUE = 1\n", "BLUE = 2\n")):

@@ -713,7 +713,7 @@ FAULTS = [
     ),
     Fault(
         "edited-template-unchanged",
-        "ingot/config/installed_code.py",
+        "ingot/config/doors.py",
         "(os.path.join(folder, name) for name in names if _is_own(name))",
         "(os.path.join(folder, name) for name in names if name.endswith('.py'))",
         "an edited chat template of a package counts as unchanged",
@@ -745,7 +745,7 @@ FAULTS = [
     ),
     Fault(
         "put-back-though-changed",
-        "ingot/pipeline/former.py",
+        "ingot/base/reports.py",
         "_made(former.run) == former.made",
         "former.made",
         "a training that failed half way is told as the finished one before it",
