@@ -90,7 +90,6 @@ def test_each_class_has_a_name_of_its_own() -> None:
 SMALL = 120
 OPTIONAL = "the one file that owns an optional library"
 BOUNDARIES: dict[str, str] = {
-    "ingot.config.installed_code": "what the files of an installed package are known by",
     "ingot.data.cleaning.steps.filters": OPTIONAL,
     "ingot.data.engines.choose": "the one place that names all engines",
     "ingot.data.engines.spark": OPTIONAL,
@@ -99,7 +98,6 @@ BOUNDARIES: dict[str, str] = {
     "ingot.models.hf.mxfp4": "a format of files, which nothing else knows",
     "ingot.models.nvidia": "what one vendor says of its devices",
     "ingot.parallel.replicate": "what torch's data parallelism asks of its compiler",
-    "ingot.pipeline.former": "what is put back where a step is refused",
     "ingot.pipeline.origin": "what a stage knows of the run that it began from",
     "ingot.registry.database": "the one file that knows SQLite",
     "ingot.rewards.code": "a kind of reward, which the table of doors names",
