@@ -4,7 +4,7 @@ and the context that all steps share.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -37,6 +37,7 @@ from ingot.train.hooks import (
     Workload,
 )
 from ingot.train.interrupts import StopSignals
+from ingot.train.metrics import MetricNames
 from ingot.train.optim.schedules import Recurrence
 from ingot.train.profile import profile_hooks
 from ingot.train.reference import open_reference
@@ -72,6 +73,7 @@ class Hooks:
     checkpoint: CheckpointHook
     account: TimeAccount
     spikes: SpikeDetector | None
+    metrics: MetricNames
     skips: SkipHook
     all: Sequence[Hook]
 
@@ -100,6 +102,7 @@ class CommitFields:
     samples: SampleHook
     skips: SkipHook
     spikes: SpikeDetector | None
+    metrics: MetricNames
     run_id: str
     source: BatchSource
 
@@ -118,6 +121,7 @@ class CommitFields:
             "skipped_in_row": self.skips.row,
             "owed": [name for name, hook in measured if hook.owes],
             **({"spikes": self.spikes.state()} if self.spikes else {}),
+            "metrics": self.metrics.names,
             "left_out": left_out(self.setup, self.recipe),
             **({"rollout": self.source.state(step)} if isinstance(self.source, Rollout) else {}),
         }
@@ -180,7 +184,10 @@ def make_hooks(
         spread=is_sharded(state.model),
     )
     skips = SkipHook(knobs.skip.in_row, process.events, commit.get("skipped_in_row", 0))
-    fields = CommitFields(recipe, setup, log, evaluation, samples, skips, spikes, run_id, source)
+    metrics = MetricNames(known_metrics(setup.identity, commit))
+    fields = CommitFields(
+        recipe, setup, log, evaluation, samples, skips, spikes, metrics, run_id, source
+    )
     checkpoint = _checkpoint_hook(process, state, fields, save_every, account, (first, setup.last))
     rollouts = _rollout_hooks(source, sinks, recipe.track.every, setup.last, first)
     logs = [log.at_end, *(one.at_end for one in rollouts)]
@@ -198,7 +205,18 @@ def make_hooks(
     ]
     for hook in hooks:
         closing.callback(hook.close)
-    return Hooks(evaluation, samples, checkpoint, account, spikes, skips, hooks)
+    return Hooks(evaluation, samples, checkpoint, account, spikes, metrics, skips, hooks)
+
+
+def known_metrics(identity: Mapping[str, Any], commit: Mapping[str, Any]) -> Collection[str]:
+    """The metrics of the attempts before; none if another code of a package has trained since then,
+    whose objective may have others.
+    """
+    before, now = (
+        {key: code for key, code in one.items() if key.startswith("package.")}
+        for one in (commit.get("identity", {}), identity)
+    )
+    return commit.get("metrics", ()) if before == now else ()
 
 
 def _log_hook(
@@ -302,6 +320,7 @@ def make_step_context(
         balance=state.balance,
         hooks=hooks.all,
         samples=knobs.global_batch,
+        metrics=hooks.metrics,
     )
 
 

@@ -33,6 +33,7 @@ from ingot.parallel.mesh import Mesh
 from ingot.parallel.pipeline import Pipeline
 from ingot.parallel.rows import row_sharing
 from ingot.train.balance import ExpertLoad, LoadBalance
+from ingot.train.metrics import MetricNames
 
 SPIKE_DECAY = 0.95
 """Decay of the running mean of gradient norms: about the last 20 steps."""
@@ -219,13 +220,12 @@ class StepContext:
     hooks: Sequence[Hook] = ()
     samples: int = 0
     """Sequences in a step, over all ranks."""
+    metrics: MetricNames = field(default_factory=MetricNames)
 
     def __post_init__(self) -> None:
         self.row_sharing = row_sharing(self.mesh)
         self.gradient_factor = sum_factor(self.module, self.mesh)
         """Factor that turns the gradients left by the wrapper into sums over ranks."""
-        self.metric_names: list[str] | None = None
-        """The objective's further metrics, known after the first step."""
 
 
 def run_steps(context: StepContext, first: int, last: int) -> LoopEnd:
@@ -233,7 +233,8 @@ def run_steps(context: StepContext, first: int, last: int) -> LoopEnd:
     ends training or the control stops it. The whole of a step is in this function, in order.
 
     Raises:
-        WrongInput: the global batch of a step has no target.
+        WrongInput: the global batch of a step has no target, or ranks have different metrics.
+        LateMetric: on all ranks, before the step after one that brought a further metric.
     """
     mesh, objective, optimizer = context.mesh, context.objective, context.optimizer
     masters, control = context.masters, context.control
@@ -242,9 +243,12 @@ def run_steps(context: StepContext, first: int, last: int) -> LoopEnd:
         # Fetch this rank's micro-batches. The ranks sum the target count of the global batch and
         # combine stop votes on the host, without synchronising with a device.
         batches = control.fetch(step)
-        counts, votes = global_counts(objective, batches, mesh, *control.votes())
+        is_late = context.metrics.late is not None
+        counts, (late, *votes) = global_counts(objective, batches, mesh, is_late, *control.votes())
         if control.must_stop(votes):
             return LoopEnd(step, outcome, stopped=True)
+        if late:
+            raise context.metrics.refusal(step)
         if not (targets := counts.targets):
             raise WrongInput(
                 f"step {step + 1:,} has not one target in its {context.samples} rows; run"
@@ -260,7 +264,7 @@ def run_steps(context: StepContext, first: int, last: int) -> LoopEnd:
         for group in optimizer.param_groups if rate is not None else ():
             group["lr"] = rate * group.get("lr_factor", 1.0)
         loss_sum, metric_sums = accumulate_gradients(context, step, batches)
-        metric_sums = agreed_metrics(context, step, metric_sums)
+        metric_sums = context.metrics.complete(step, metric_sums, mesh)
 
         # Reduce: sums over ranks, divided once by the targets of the global batch.
         sums = mesh.losses.all_sum(torch.stack([loss_sum, *metric_sums.values()]))
@@ -363,33 +367,6 @@ def accumulate_gradients(
         total += loss_sum.detach()
         metric_sums = added(metric_sums, metrics)
     return total, metric_sums
-
-
-def agreed_metrics(
-    context: StepContext, step: int, sums: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    """The sums of the metrics that all ranks had in the first step, which are added up by position;
-    one that this rank's micro-batches have nothing of is 0.
-
-    Raises:
-        WrongInput: ranks had different ones in the first step, or this step has a new one.
-    """
-    names, mesh = context.metric_names, context.mesh
-    if names is None:
-        names = context.metric_names = sorted(sums)
-        if not mesh.losses.is_same(names):
-            raise WrongInput(
-                f"ranks have different metrics in step {step + 1:,} ({', '.join(names) or 'none'}"
-                f" on rank {mesh.rank}); the objective's reduce must give each with every"
-                " micro-batch, 0 where there is nothing"
-            )
-    if new := sorted(sums.keys() - set(names)):
-        raise WrongInput(
-            f"step {step + 1:,} is the first with the metric {new[0]}; the objective's reduce must"
-            " give each with every micro-batch, 0 where there is nothing"
-        )
-    zero = torch.zeros((), device=mesh.device)
-    return {name: sums.get(name, zero) for name in names}
 
 
 def _begin_micro_batch(context: StepContext, step: int, index: int, batch: Batch) -> None:

@@ -46,6 +46,7 @@ from ingot.train.goodput import (
 )
 from ingot.train.hooks import TooManySkipped
 from ingot.train.interrupts import LeaveNow, PreemptionNotice, StopSignals, stacks_on_demand
+from ingot.train.metrics import LateMetric
 from ingot.train.micro_batch.search import with_fitting_micro_batch
 from ingot.train.optim.averaging import averaged_steps
 from ingot.train.reference import reference_tables
@@ -158,6 +159,9 @@ def _train_from_checkpoint(
                 end = run_steps(context, first, setup.last)
                 if not end.stopped:  # else the next attempt goes on, and comes to them again
                     hooks.skips.finish()
+            except LateMetric as late:
+                hooks.checkpoint.finish(late.step)
+                raise
             except TooManySkipped as bad:
                 raise roll_back(bad, setup, hooks.checkpoint, mesh, events, process.heart) from None
             reached, stopped = end.step, end.stopped

@@ -1117,4 +1117,28 @@ FAULTS = [
         "evaluations are asked for, the training ends before the first, and nobody is told",
         "tests/train/test_recurrence.py",
     ),
+    Fault(
+        "metrics-of-this-attempt-alone",
+        "ingot/train/assembly.py",
+        'return commit.get("metrics", ()) if before == now else ()',
+        "return ()",
+        "a run is never resumed whose first steps have nothing of a rare metric",
+        "tests/train/test_metrics.py",
+    ),
+    Fault(
+        "late-metric-only-told",
+        "ingot/train/step.py",
+        "is_late = context.metrics.late is not None",
+        "is_late = False",
+        "a metric that a later step brings is left out of what is logged to the end",
+        "tests/train/test_metrics.py",
+    ),
+    Fault(
+        "late-metric-costs-steps",
+        "ingot/train/trainer.py",
+        "                hooks.checkpoint.finish(late.step)\n",
+        "",
+        "a metric that a later step brings ends the run, and the steps since the checkpoint go",
+        "tests/train/test_metrics.py",
+    ),
 ]

@@ -6,12 +6,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from ingot.base.errors import WrongInput
+from ingot.base.runlog import read_lines
+from ingot.checkpoints.store import committed
 from ingot.config.sections.training import SGD
 from ingot.data.batches.loader import Batch
 from ingot.evaluate.validation import _means
@@ -24,9 +28,15 @@ from ingot.objectives.forward import PipelinedBatches
 from ingot.objectives.protocol import AllSum
 from ingot.parallel.masters import Masters
 from ingot.parallel.mesh import running_mesh
+from ingot.train import step as loop
+from ingot.train.assembly import known_metrics
+from ingot.train.metrics import LateMetric
 from ingot.train.optim.optimizers import make_optimizer
 from ingot.train.step import StepContext, StepControl, run_steps
+from ingot.train.trainer import train
 from tests.ranks import run_ranks
+from tests.small import small_recipe
+from tests.train.stopping import train_until
 from tests.train.test_step import CONFIG, ROWS, Watching, global_batch, rows_of
 
 HALF = ROWS // 2
@@ -88,10 +98,76 @@ def test_a_metric_that_some_micro_batches_lack_is_that_of_all_of_them() -> None:
     assert whole[0][f"is_{RARE}"] > 0 == whole[1][f"is_{RARE}"]
 
 
-def test_a_metric_that_a_later_step_brings_is_refused() -> None:
-    steps = [without(RARE, slice(None)), global_batch(0)]
-    with pytest.raises(WrongInput, match=f"step 2 is the first with the metric is_{RARE}; "):
+def late_on_one_rank() -> tuple[int, str]:
+    """The second step brings a metric, on the rank of the upper rows alone."""
+    steps = [without(RARE, slice(None)), without(RARE, slice(HALF)), global_batch(0)]
+    try:
         counted(steps, 1, sparse=True)
+    except LateMetric as late:
+        return late.step, str(late)
+    return len(steps), ""
+
+
+def test_a_metric_that_a_later_step_brings_is_refused_on_all_ranks_after_the_step() -> None:
+    found = run_ranks(2, late_on_one_rank)
+    assert [step for step, _ in found] == [2, 2]
+    (_, lower), (_, upper) = found
+    assert lower.startswith("step 2 is the first with some metric on another rank")
+    assert upper.startswith(f"step 2 is the first with the metric is_{RARE}; the objective's")
+
+
+def test_a_metric_of_the_last_step_alone_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    names = {name for one in counted([without(RARE, slice(None))], 1, sparse=True) for name in one}
+    metrics = counted([without(RARE, slice(None)), global_batch(0)], 1, sparse=True)
+    assert [set(one) for one in metrics] == [names, names]
+    warned = f"train: warning: step 2 is the first with the metric is_{RARE}; "
+    assert capsys.readouterr().err.count(warned) == 1
+
+
+def bringing(patch: pytest.MonkeyPatch, *numbers: int) -> None:
+    """Give the objective a metric `rare`, which only these steps have anything of."""
+    original = loop.accumulate_gradients
+
+    def accumulate(context: Any, step: int, batches: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        loss, sums = original(context, step, batches)
+        return loss, sums | ({"rare": torch.ones(())} if step + 1 in numbers else {})
+
+    patch.setattr(loop, "accumulate_gradients", accumulate)
+
+
+def test_a_resumed_run_knows_the_metrics_of_the_attempts_before(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bringing(monkeypatch, 1, 5)
+    recipe = small_recipe(root, checkpoint__every=3)
+    train_until(4, recipe)
+    train(recipe)
+    logged = [line["train/rare"] for line in read_lines(recipe.folder.metrics)]
+    assert [value > 0 for value in logged] == [True, False, False, False, True, False]
+
+
+def test_metrics_of_an_objective_with_other_code_are_not_expected() -> None:
+    """Else one that it has no more would be logged as 0 to the end."""
+    package = "package.objectives.mine"
+    commit = {"identity": {package: "mine 1 (abc)", "seed": 0}, "metrics": ["rare"]}
+    assert known_metrics({package: "mine 1 (abc)", "seed": 1}, commit) == ["rare"]
+    assert not known_metrics({package: "mine 2 (def)", "seed": 0}, commit)
+    assert not known_metrics({}, {}), "of a run that begins"
+
+
+def test_the_steps_before_a_late_metric_are_kept_and_a_mended_objective_goes_on(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = small_recipe(root, checkpoint__every=3)
+    with monkeypatch.context() as patch:
+        bringing(patch, 2)
+        with pytest.raises(WrongInput, match="step 2 is the first with the metric rare; "):
+            train(recipe)
+    assert [found.step for found in committed(recipe.folder.checkpoints)] == [2]
+    bringing(monkeypatch, *range(7))
+    train(recipe)
+    lines = read_lines(recipe.folder.metrics)
+    assert [line["step"] for line in lines if "train/rare" in line] == [3, 4, 5, 6]
 
 
 def test_stages_of_a_pipeline_add_up_the_same_way() -> None:
