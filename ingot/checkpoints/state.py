@@ -74,7 +74,9 @@ def _check_kept(master: Master, key: object, value: object) -> None:
         raise WrongInput(f"{what} has a key that is no name without a dot; give it another")
     if not isinstance(value, Tensor):
         raise WrongInput(f"{what} is of type {type(value).__name__}; make it a tensor")
-    if value.ndim and value.shape != master.tensor.shape and master.cut_along:
+    # Replicas in bf16 are sharded by name alone, over an axis of one rank.
+    is_cut = any(mesh.size(axis) > 1 for mesh, axis in master.cut_along)
+    if value.ndim and value.shape != master.tensor.shape and is_cut:
         # Each rank would have one of its own, of its shard; another layout has other shards.
         raise WrongInput(
             f"{what} is {list(value.shape)}, and {master.name}, which is divided among ranks, is"

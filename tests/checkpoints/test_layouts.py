@@ -22,6 +22,7 @@ from ingot.config.sections.layout import Parallel
 from ingot.config.sections.lora import Lora
 from ingot.config.sections.training import AdamW
 from ingot.models.adapters.lora import add_lora
+from ingot.models.device import Compute
 from ingot.models.native.config import DecoderConfig
 from ingot.models.parameters import local_tensor, shard_slices
 from ingot.models.spec import ModelSpec, create_model, materialize_model
@@ -107,13 +108,13 @@ def value(name: str, tensor: Tensor) -> Tensor:
 
 
 def train_state(
-    name: str, layout: dict[str, int], mesh: Mesh
+    name: str, layout: dict[str, int], mesh: Mesh, compute: Compute = "fp32"
 ) -> tuple[nn.Module, Masters, torch.optim.Optimizer]:
     """A model with room for its weights, and an optimizer without state."""
     config, lora = MODELS[name]
     model_spec, how = (
         ModelSpec("decoder", DecoderConfig.from_hf(config), None, True),
-        WrapSettings(Parallel(**layout)),
+        WrapSettings(Parallel(**layout), compute=compute),
     )
     model = create_model(model_spec, 0)
     if lora is not None:

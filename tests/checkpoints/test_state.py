@@ -15,6 +15,7 @@ from ingot.checkpoints.reader import load_checkpoint
 from ingot.checkpoints.state import training_tensors
 from ingot.checkpoints.store import newest_valid
 from ingot.config.sections.layout import Parallel
+from ingot.models.device import Compute
 from ingot.models.native.config import DecoderConfig
 from ingot.models.native.decoder import Decoder
 from ingot.models.parameters import init_weights
@@ -100,10 +101,9 @@ def test_state_that_a_checkpoint_cannot_keep_is_refused(key: Any, value: Any, wo
         training_tensors(masters, optimizer)
 
 
-def refused_of_shards() -> str:
-    layout = {"shard": 2}
+def refused_of(layout: dict[str, int], compute: Compute = "fp32") -> str:
     with running_mesh(Parallel(**layout)) as mesh:
-        _, masters, optimizer = train_state("257", layout, mesh)
+        _, masters, optimizer = train_state("257", layout, mesh, compute)
         for master in masters:
             optimizer.state[master.tensor] = {"step": torch.zeros(())}
         training_tensors(masters, optimizer)
@@ -117,6 +117,11 @@ def refused_of_shards() -> str:
 
 
 def test_state_of_another_shape_than_a_shard_is_refused() -> None:
-    for words in run_ranks(2, refused_of_shards):
+    for words in run_ranks(2, refused_of, {"shard": 2}):
         assert "norms is [5], and" in words
         assert "which is divided among ranks" in words
+
+
+def test_state_of_any_shape_is_kept_where_each_rank_has_the_whole_weights() -> None:
+    """In bf16, too, where FSDP adds up the gradients of replicas."""
+    assert run_ranks(2, refused_of, {"replicate": 2}, "bf16") == ["", ""]
