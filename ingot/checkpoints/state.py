@@ -53,7 +53,8 @@ def _local_tensors(
     each rank has whole, such as Adam's step.
     """
     state = {} if optimizer is None else optimizer.state
-    if any(state[key] for key in state.keys() - {master.tensor for master in masters}):
+    others = (state[key] for key in state.keys() - {master.tensor for master in masters})
+    if any(not isinstance(kept, dict) or kept for kept in others):
         raise WrongInput(
             "the optimizer has state of what is no trained parameter; keep it as tensors in the"
             " state of its parameters, where checkpoints have it"

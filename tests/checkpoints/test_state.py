@@ -96,9 +96,13 @@ def test_state_that_a_checkpoint_cannot_keep_is_refused(key: Any, value: Any, wo
         training_tensors(masters, optimizer)
     optimizer.state[weight] = {}
     training_tensors(masters, optimizer)
-    optimizer.state[torch.zeros(1)] = {"n": torch.zeros(())}
-    with pytest.raises(WrongInput, match="state of what is no trained parameter"):
-        training_tensors(masters, optimizer)
+    stranger = torch.zeros(1)
+    optimizer.state[stranger] = {}
+    training_tensors(masters, optimizer)
+    for kept in ({"n": torch.zeros(())}, torch.ones(3), 0):
+        optimizer.state[stranger] = kept
+        with pytest.raises(WrongInput, match="state of what is no trained parameter"):
+            training_tensors(masters, optimizer)
 
 
 def refused_of(layout: dict[str, int], compute: Compute = "fp32") -> str:
