@@ -18,7 +18,7 @@ from ingot.base.runlog import FailSafeSink, JsonLines
 from ingot.config.identity import changes, measured_with
 from ingot.evaluate.generation import complete_prompts
 from ingot.evaluate.subject import EvalModel, EvaluationInterrupted, NotJudged
-from ingot.evaluate.validation import TaskEvaluator, validation_losses
+from ingot.evaluate.validation import MetricValues, TaskEvaluator, validation_losses
 from ingot.models.parameters import is_sharded
 from ingot.parallel.apply import evaluating
 from ingot.parallel.mesh import Mesh
@@ -30,6 +30,9 @@ from ingot.train.optim.averaging import average_in_place
 from ingot.train.optim.schedules import Recurrence
 from ingot.train.setup import TrainSetup
 from ingot.train.step import StepInfo
+
+SECONDS = "seconds"
+"""How long an evaluation took, beside what it measured."""
 
 
 @dataclass(frozen=True)
@@ -185,15 +188,35 @@ def make_measure(
                 tasks = watch()
         except EvaluationInterrupted:
             return None
-        of_objective = {
-            name: Measured(value, "lower" if name == "loss" else "higher")
-            for name, value in found.items()
-        }
-        of_tasks = {key: Measured(value, direction) for key, (value, direction) in tasks.items()}
         # Of ranks that have each done all items, one may have rounded otherwise, and stop alone.
-        return mesh.from_main(lambda: of_objective | of_tasks)
+        return mesh.from_main(lambda: measured_of(found, tasks))
 
     return measure
+
+
+def measured_of(objective: Mapping[str, float], tasks: MetricValues) -> dict[str, Measured]:
+    """What the objective and the tasks have measured, by the name that follows `validation/`.
+
+    Raises:
+        WrongInput: two of them have one name, or one has that of the time an evaluation takes.
+    """
+    if SECONDS in objective:
+        raise WrongInput(
+            f"the objective's metric {SECONDS} would be logged as validation/{SECONDS}, which is"
+            " ingot's own; give it another name in the objective's reduce"
+        )
+    if taken := sorted(tasks.keys() & {*objective, SECONDS}):
+        whose = "ingot's own" if taken[0] == SECONDS else "the objective's"
+        raise WrongInput(
+            f"a task of train.evaluate_tasks has a metric {taken[0]}, which is {whose}; a task's"
+            " metrics are to be called NAME/..., as it is itself, so give it another `name`"
+        )
+    of_objective = {
+        name: Measured(value, "lower" if name == "loss" else "higher")
+        for name, value in objective.items()
+    }
+    of_tasks = {key: Measured(value, direction) for key, (value, direction) in tasks.items()}
+    return of_objective | of_tasks
 
 
 def sample_texts(setup: TrainSetup, train_state: TrainState, mesh: Mesh) -> list[dict[str, str]]:
@@ -277,7 +300,7 @@ class EvaluateHook:
             numbers: dict[str, float | str] = {
                 f"validation/{key}": found.value for key, found in measured.items()
             }
-            sink.write(step, {**numbers, "validation/seconds": time.monotonic() - started})
+            sink.write(step, {**numbers, f"validation/{SECONDS}": time.monotonic() - started})
         for tracker in trackers:
             tracker.see(step, measured)
 

@@ -968,8 +968,8 @@ FAULTS = [
     Fault(
         "each-rank-decides-by-its-own-figures",
         "ingot/train/evaluation.py",
-        "        return mesh.from_main(lambda: of_objective | of_tasks)\n",
-        "        return of_objective | of_tasks\n",
+        "        return mesh.from_main(lambda: measured_of(found, tasks))\n",
+        "        return measured_of(found, tasks)\n",
         "a rank whose figures are rounded otherwise stops alone, and the others wait for it",
         "tests/train/test_layouts.py",
     ),
@@ -1148,5 +1148,13 @@ FAULTS = [
         "bool(master.cut_along)",
         "replicas in bf16 refuse state of an optimizer that each of them has whole",
         "tests/checkpoints/test_state.py",
+    ),
+    Fault(
+        "task-in-place-of-the-objective",
+        "ingot/train/evaluation.py",
+        "    if taken := sorted(tasks.keys() & {*objective, SECONDS}):\n",
+        "    if taken := sorted(tasks.keys() & {SECONDS}):\n",
+        "a task's metric replaces the objective's, and the best checkpoint is chosen by another",
+        "tests/train/test_metrics.py",
     ),
 ]

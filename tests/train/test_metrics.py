@@ -1,5 +1,5 @@
 """Further metrics of an objective: what a micro-batch does not have of one counts as 0, and names
-that could be added up with others are refused.
+that could be added up with others, or be taken for theirs, are refused.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ from ingot.objectives.forward import PipelinedBatches
 from ingot.objectives.protocol import AllSum
 from ingot.parallel.masters import Masters
 from ingot.parallel.mesh import running_mesh
+from ingot.train import evaluation
 from ingot.train import step as loop
 from ingot.train.assembly import known_metrics
+from ingot.train.evaluation import Measured, measured_of
 from ingot.train.metrics import LateMetric
 from ingot.train.optim.optimizers import make_optimizer
 from ingot.train.step import StepContext, StepControl, run_steps
@@ -217,3 +219,33 @@ def test_means_over_validation_rows_are_of_metrics_that_all_ranks_have() -> None
     for refused, means in run_ranks(2, means_of_ranks):
         assert refused.startswith("ranks have different metrics of the validation rows, loss")
         assert means == {"loss": 1.5, "margin": 0.5}
+
+
+def test_a_task_whose_metric_is_the_objectives_is_refused_when_its_steps_are_kept(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evaluation, "validation_losses", lambda *_: {"loss": 1.0, "mine/loss": 2.0})
+    recipe = small_recipe(
+        root,
+        evaluate__tasks=[{"kind": "loss", "name": "mine"}],
+        train__evaluate_tasks=["mine"],
+        train__evaluate_every=2,
+        train__early_stop={"metric": "mine/loss", "patience": 5},
+    )
+    with pytest.raises(WrongInput, match="a metric mine/loss, which is the objective's; "):
+        train(recipe)
+    assert [found.step for found in committed(recipe.folder.checkpoints)] == [2]
+
+
+def test_the_time_of_an_evaluation_is_nobody_elses_metric() -> None:
+    assert measured_of(
+        {"loss": 2.0}, {"a/loss": (1.0, "lower"), "a/accuracy": (0.5, "higher")}
+    ) == {
+        "loss": Measured(2.0, "lower"),
+        "a/loss": Measured(1.0, "lower"),
+        "a/accuracy": Measured(0.5, "higher"),
+    }
+    with pytest.raises(WrongInput, match="the objective's metric seconds would be logged as"):
+        measured_of({"loss": 2.0, "seconds": 1.0}, {})
+    with pytest.raises(WrongInput, match="has a metric seconds, which is ingot's own; "):
+        measured_of({"loss": 2.0}, {"seconds": (1.0, "lower")})
