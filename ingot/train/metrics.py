@@ -59,10 +59,12 @@ class MetricNames:
         zero = torch.zeros((), device=mesh.device)
         return {name: sums.get(name, zero) for name in self.names}
 
-    def refusal(self, step: int) -> LateMetric:
-        """Why no more than `step` steps are done, once a rank has found a late metric."""
-        elsewhere = (
-            f"step {step:,} is the first with some metric on another rank, which says what; the"
-            " objective's reduce must give each with every micro-batch, 0 where there is nothing"
-        )
-        return LateMetric(self.late or elsewhere, step)
+    def refuse_late(self, found: bool, step: int) -> None:
+        """Raises LateMetric on all ranks if any has `found` one in the `step` steps done."""
+        if found:
+            elsewhere = (
+                f"step {step:,} is the first with some metric on another rank, which says what; the"
+                " objective's reduce must give each with every micro-batch, 0 where there is"
+                " nothing"
+            )
+            raise LateMetric(self.late or elsewhere, step)

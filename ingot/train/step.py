@@ -247,8 +247,7 @@ def run_steps(context: StepContext, first: int, last: int) -> LoopEnd:
         counts, (late, *votes) = global_counts(objective, batches, mesh, is_late, *control.votes())
         if control.must_stop(votes):
             return LoopEnd(step, outcome, stopped=True)
-        if late:
-            raise context.metrics.refusal(step)
+        context.metrics.refuse_late(late, step)
         if not (targets := counts.targets):
             raise WrongInput(
                 f"step {step + 1:,} has not one target in its {context.samples} rows; run"
