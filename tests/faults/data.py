@@ -1291,4 +1291,20 @@ FAULTS = [
         "a kill on a disk that cannot exchange folders leaves a copy of all old columns there",
         "tests/data/test_prepare.py",
     ),
+    Fault(
+        "held-out-reads-the-training-file",
+        "ingot/data/sources/find.py",
+        "    source = as_asked(source, knob)\n",
+        "",
+        "of a folder with splits the training file is held out, and every loss flatters",
+        "tests/data/sources/test_selection.py",
+    ),
+    Fault(
+        "a-readme-hides-the-splits",
+        "ingot/data/sources/selection.py",
+        "if not items and PurePosixPath(name).suffix in endings)",
+        "if not items)",
+        "a README beside texts has their test split trained on",
+        "tests/data/sources/test_selection.py",
+    ),
 ]

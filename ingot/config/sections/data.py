@@ -36,7 +36,8 @@ class SourceSettings(Section):
     split: str = "train"
     """Which split of a Hugging Face data set, as a whole: `fraction` takes a part. Of files those
     that are named after it, as on the hub (`test.jsonl`, `val/a.csv`); for `train` all files, where
-    names do not tell splits apart.
+    names do not tell splits apart. What is held out by `data.validation` is, of files, the split
+    `validation` where this is left at `train`.
     """
     text: str = "text"
     """The column or JSON key that holds the text."""

@@ -283,9 +283,10 @@ def _check_unchanged(recipe: Recipe, splits: dict[Split, list[RawSource]]) -> No
     """
     for split, sources in recipe_sources(recipe).items():
         for number, (source, made) in enumerate(zip(sources, splits[split], strict=True)):
-            if changed := describe_change(source, made.stamps, made.seen):
+            knob = f"data.{split}[{number}]"
+            if changed := describe_change(source, made.stamps, made.seen, knob):
                 raise WrongInput(
-                    f"data.{split}[{number}] {source.source} changed since it was ingested:"
+                    f"{knob} {source.source} changed since it was ingested:"
                     f" {changed}; run `ingot ingest` again"
                 )
 

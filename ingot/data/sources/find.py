@@ -18,7 +18,7 @@ from ingot.config.recipe import NO_SOURCE, Recipe
 from ingot.config.sections.data import SourceSettings, ValidationShare
 from ingot.data.sources.kind import SourceKind
 from ingot.data.sources.local_files import STDLIB, LocalFiles, find_files_of
-from ingot.data.sources.selection import Tell, not_excluded, of_split
+from ingot.data.sources.selection import Tell, as_asked, not_excluded, of_split
 from ingot.data.sources.source_file import SourceFile
 from ingot.data.splits import Split
 
@@ -130,6 +130,7 @@ def find_source(
             `exclude` leaves out none.
         Failed: the storage cannot be reached.
     """
+    source = as_asked(source, knob)
     found, is_split = _all_files(source, knob)
     if not found:
         raise WrongInput(f"{knob} {source.source} has no file; name another")
@@ -189,15 +190,18 @@ def stamps_of(files: Sequence[SourceFile]) -> tuple[str, list[Stamp]]:
     return fingerprint(stamps), stamps if len(stamps) <= NAMED_FILES else []
 
 
-def describe_change(source: SourceSettings, stamps: str, seen: Sequence[Stamp]) -> str | None:
-    """A description of what changed in the files of a local source; None if nothing did.
+def describe_change(
+    source: SourceSettings, stamps: str, seen: Sequence[Stamp], knob: str = "source"
+) -> str | None:
+    """A description of what changed in the files of a local source, the one that `knob` names; None
+    if nothing did.
 
     A source that no longer exists, or was moved, counts as unchanged: what was ingested is a copy.
     """
     if not is_local(source):
         return None
     try:
-        files = find_source(source)
+        files = find_source(source, knob)
     except IngotError:
         return None
     if stamps_of(files)[0] == stamps:

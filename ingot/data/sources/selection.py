@@ -5,8 +5,10 @@ which the hub tells by names (`test.jsonl`, `val/a.csv`, `data/train-00000-of-00
 from __future__ import annotations
 
 import fnmatch
+import itertools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from pathlib import PurePosixPath
 
 from ingot.base.errors import WrongInput
 from ingot.config.sections.data import SourceSettings
@@ -67,24 +69,40 @@ def _without_match(source: SourceSettings, pattern: str, names: Sequence[str]) -
     return f"exclude has {pattern}, and no file is named so ({shown}); {action}"
 
 
+def as_asked(source: SourceSettings, knob: str) -> SourceSettings:
+    """The source with the split that it asks for. What is held out is the validation split of files
+    unless another is given, and `train`, which every source has that gives none, gives none.
+    """
+    is_usual = source.split == "train" and not source.scheme
+    if is_usual and _usual(knob) == "validation" and knob.startswith("data."):
+        return source.model_copy(update={"split": "validation"})
+    return source
+
+
+def _usual(knob: str) -> str:
+    """The split of what `knob` names, which need not be asked for."""
+    return "validation" if knob.startswith(("evaluate.", "data.validation")) else "train"
+
+
 def of_split(
     source: SourceSettings, files: Sequence[SourceFile], knob: str, tell: Tell
 ) -> list[SourceFile]:
     """Those of a source's files that `split` asks for; `tell`: takes a line for the user.
 
-    The usual split of what `knob` names (`train`; of a task `validation`) need not be asked for:
-    where names do not tell splits apart, all files are of it.
+    The usual split of what `knob` names (`train`; of a task and of what is held out `validation`)
+    need not be asked for: where names do not tell splits apart, all files are of it.
 
     Raises:
-        WrongInput: none is named after the split; or a task's files are of several others.
+        WrongInput: none is named after the split; or the files of a task, or of what is held out,
+            are of several others.
     """
     tell = tell or (lambda _: None)
-    of_task = knob.startswith("evaluate.")
+    usual = _usual(knob)
     chosen = [file for file in files if source.split in (_split_of(file), *_own_names(file))]
     wanted = _SPLIT_OF.get(source.split.lower(), source.split)
     chosen = chosen or [file for file in files if _split_of(file) == wanted]
-    shown = _shown(files)
-    if source.split != "train" and not (of_task and source.split == "validation"):
+    shown, unclear = _shown(files)
+    if source.split not in ("train", usual):
         if not chosen:
             raise WrongInput(
                 f"{knob} {source.source}: split={source.split}, and no file is named after it, as"
@@ -94,16 +112,24 @@ def of_split(
         return chosen
     if len(shown) < 2:
         return list(files)
+    if unclear is not None:
+        named = _in_words([f"{split} as {name}" for split, name in shown.items()])
+        tell(
+            f"{knob} {source.source}: all of its {len(files):,} files are read, as {unclear} is"
+            f" named after no split{named}; leave those out by `exclude` that are not meant"
+        )
+        return list(files)
     if chosen:
         tell(
             f"{knob} {source.source}: {len(chosen):,} of its {len(files):,} files are named after"
             f" split={source.split} and are read, the others are not{_in_words(shown)}"
         )
         return chosen
-    if of_task:
+    if usual == "validation":
+        what = "this task" if knob.startswith("evaluate.") else "this source"
         raise WrongInput(
             f"{knob} {source.source} has no file of split={source.split}{_in_words(shown)}; set"
-            " `split` of this task, or give the file itself"
+            f" `split` of {what}, or give the file itself"
         )
     tell(
         f"{knob} {source.source}: all of its files are read{_in_words(shown)}; set `split` of this"
@@ -112,22 +138,25 @@ def of_split(
     return list(files)
 
 
-def _shown(files: Sequence[SourceFile]) -> list[str]:
-    """The splits that names tell apart. Texts have names of any kind, so that theirs count only if
-    each has a split.
+def _shown(files: Sequence[SourceFile]) -> tuple[dict[str, str], str | None]:
+    """The splits that names show, each with the first such name; and a name because of which they
+    do not tell splits apart, if there is one. Texts have names of any kind, so that theirs count
+    only if each shows a split that ends as one of those does.
     """
     items = [file for file in files if file.format in FORMATS.values()]
-    found = {_split_of(file) for file in items or files}
-    if not items and None in found:
-        return []
-    return sorted(split for split in found if split is not None)
+    splits = [(file.name, _split_of(file)) for file in items or files]
+    shown = {split: name for name, split in reversed(splits) if split is not None}
+    endings = {PurePosixPath(name).suffix for name, split in splits if split is not None}
+    others = (name for name, split in splits if split is None)
+    unclear = (name for name in others if not items and PurePosixPath(name).suffix in endings)
+    return dict(sorted(shown.items())), next(unclear, None)
 
 
-def _in_words(shown: Sequence[str]) -> str:
+def _in_words(shown: Collection[str]) -> str:
     if not shown:
         return ""
     more = ", ..." if len(shown) > MAX_NAMED else ""
-    return f" (names show {', '.join(shown[:MAX_NAMED])}{more})"
+    return f" (names show {', '.join(itertools.islice(shown, MAX_NAMED))}{more})"
 
 
 def _split_of(file: SourceFile) -> str | None:

@@ -9,6 +9,7 @@ import pytest
 from ingot.base.errors import WrongInput
 from ingot.config.sections.data import SourceSettings
 from ingot.data.ingest import ingest
+from ingot.data.raw.store import open_raw
 from ingot.data.sources.find import find_source
 from ingot.data.sources.records import read_records, whole_records
 from tests.data.small import recipe, sentences, write_jsonl
@@ -20,7 +21,7 @@ LAYOUTS = {
     "files": ["train.jsonl", "test.jsonl", "README.md"],
     "words": ["my_training.0.csv", "eval-2.csv"],
     "folders": ["train/test_1.json", "test/a.json"],
-    "texts": ["wiki.train.txt", "wiki.test.txt"],
+    "texts": ["wiki.train.txt", "wiki.test.txt", "README.md"],
 }
 TASK = "evaluate.tasks, mine.source"
 
@@ -80,6 +81,43 @@ def test_a_split_with_a_name_of_its_own(tmp_path: Path, capsys: pytest.CaptureFi
     find_source(SourceSettings(source=source), "data.train[0].source", tell=told.append)
     assert len(told) == 1
     assert "all of its files are read (names show test_a, train_a); set `split`" in told[0]
+
+
+def test_texts_of_which_one_is_of_no_split_are_all_read_and_it_is_told(tmp_path: Path) -> None:
+    source = folder(tmp_path, ["train.py", "test/a.py", "main.py"])
+    told: list[str] = []
+    assert len(find_source(SourceSettings(source=source), "data.train[0].source", tell=told.append))
+    (line,) = told
+    assert "all of its 3 files are read, as main.py is named after no split" in line
+    assert "(names show test as test/a.py, train as train.py)" in line
+
+
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_what_is_held_out_is_the_validation_split_unless_another_is_asked_for(
+    split: str, tmp_path: Path
+) -> None:
+    """A run folder writes out every knob, so that `train` is what nobody has set."""
+    knob = "data.validation[0].source"
+    source = folder(tmp_path / "set", ["train.jsonl", "dev.jsonl", "test.jsonl"])
+    assert names(source, split, knob) == ["dev.jsonl"]
+    assert names(source, "test", knob) == ["test.jsonl"]
+    (tmp_path / "set" / "dev.jsonl").unlink()
+    with pytest.raises(WrongInput, match=r"no file of split=validation .*`split` of this source"):
+        names(source, split, knob)
+    assert names(folder(tmp_path / "one", ["held.jsonl"]), split, knob) == ["held.jsonl"]
+
+
+def test_what_changed_of_what_is_held_out_is_told_by_its_own_files(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "set" / "train.jsonl", TEXTS[:8])
+    write_jsonl(tmp_path / "set" / "dev.jsonl", TEXTS[8:])
+    source = str(tmp_path / "set")
+    small = recipe(tmp_path, source, data__validation=[{"source": source}])
+    ingest(small)
+    assert list(documents(small.folder.raw, "validation").values()) == TEXTS[8:]
+    open_raw(small, unchanged=True)
+    write_jsonl(tmp_path / "set" / "dev.jsonl", TEXTS[9:])
+    with pytest.raises(WrongInput, match=r"data\.validation\[0\] .*dev\.jsonl has .* bytes"):
+        open_raw(small, unchanged=True)
 
 
 def test_what_is_held_out_of_a_folder_is_not_trained_on(
