@@ -7,7 +7,7 @@ from pathlib import PurePath
 from typing import Any
 
 from ingot.adopt.read import GivenEntry
-from ingot.adopt.splits import part_of
+from ingot.adopt.splits import FILES, part_of
 from ingot.adopt.table import Draft, hub_source, texts
 from ingot.adopt.tuning import BUILDERS, named
 from ingot.base.errors import WrongInput
@@ -73,7 +73,6 @@ UNREAD = {
     "revision": "a data set is read as it is now",
 }
 FILES_OF = "data_files."
-FILES = re.compile(r"\.(jsonl?|parquet|csv|tsv|arrow|txt)(\.gz|\.zst)?$")
 
 
 ALPACA_ALONE = re.compile(r"alpaca(:.*)?")

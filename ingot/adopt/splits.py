@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 from ingot.adopt.table import Draft
 
+FILES = re.compile(r"\.(jsonl?|parquet|csv|tsv|arrow|txt)(\.gz|\.zst)?$")
+"""How names of files of records end, and those of folders and of data sets on the hub do not."""
 PERCENT = re.compile(r"[^\[+]+\[(?:(-?\d+)%)?:(?:(-?\d+)%)?\]")
 
 
@@ -58,7 +60,7 @@ def put_sources(draft: Draft, train: Sources, held_out: Sources | None = None) -
     """
     others = held_out.given if held_out else []
     if held_out and (share := _held_out(train.given, others)):
-        whole = [{**one, "split": part_of(one["split"]).name} for one in train.given]
+        whole = [_of_file({**one, "split": part_of(one["split"]).name}) for one in train.given]
         draft.put("data.train", whole, train.remark, train.where)
         draft.put("data.validation.fraction", share, held_out.key, held_out.where)
         for one, other in zip(train.given, others, strict=True):
@@ -71,7 +73,9 @@ def put_sources(draft: Draft, train: Sources, held_out: Sources | None = None) -
         return
     for knob, sources in (("data.train", train), ("data.validation", held_out)):
         if sources:
-            rows = [{**one, **_rows(one, sources.key, knob, draft)} for one in sources.given]
+            rows = [
+                _of_file({**one, **_rows(one, sources.key, knob, draft)}) for one in sources.given
+            ]
             draft.put(knob, rows, sources.remark, sources.where)
     for one, other in ((one, other) for one in train.given for other in others):
         split = part_of(one.get("split")).name
@@ -98,6 +102,14 @@ def _held_out(train: list[dict[str, Any]], held_out: list[dict[str, Any]]) -> fl
         same = {**one, "split": parts[0].name} == {**other, "split": parts[1].name}
         shares.add(parts[1].share if whole and same else None)
     return shares.pop() if len(shares) == 1 else None
+
+
+def _of_file(source: dict[str, Any]) -> dict[str, Any]:
+    """A source without its split where it is a file: there a split is all that was read of it, and
+    here one is told by the names of files.
+    """
+    is_file = not source["source"].startswith("hf:") and FILES.search(source["source"])
+    return {key: value for key, value in source.items() if not (is_file and key == "split")}
 
 
 def _rows(one: dict[str, Any], key: str, knob: str, draft: Draft) -> dict[str, Any]:

@@ -56,6 +56,21 @@ def test_files_of_axolotl_are_those_that_it_reads(
     assert bool(note) == ("datasets[]" in notes)
 
 
+def test_a_file_is_read_whatever_its_split_is_called(tmp_path: Path) -> None:
+    item = "  - {path: json, type: chat_template, data_files: {FILES}, split: SPLIT}\n"
+    train = item.replace("FILES", "test: [a.jsonl, b.jsonl]").replace("SPLIT", "'test[:90%]'")
+    held = item.replace("FILES", "dev: c.jsonl").replace("SPLIT", "dev")
+    recipe, _ = recipe_of(tmp_path, ash_yaml=f"{AXOLOTL}datasets:\n{train}test_datasets:\n{held}")
+    assert isinstance(recipe.data.validation, list)
+    sources = [*recipe.data.train, *recipe.data.validation]
+    assert [(one.source, one.fraction) for one in sources] == [
+        ("a.jsonl", 0.9),
+        ("b.jsonl", 0.9),
+        ("c.jsonl", 1.0),
+    ]
+    assert not any("split" in one.model_fields_set for one in sources)
+
+
 def test_a_format_of_axolotl_without_files_is_refused(tmp_path: Path) -> None:
     text = f"{AXOLOTL}datasets:\n  - path: json\n    type: chat_template\n"
     for more in ("", "    data_files: {test: a.jsonl}\n"):
