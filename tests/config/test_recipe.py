@@ -119,6 +119,11 @@ def test_all_ways_to_hold_nothing_out_are_one(way: object) -> None:
             "columns names those of source, and there is none",
         ),
         (
+            "evaluate",
+            {"tasks": [{"kind": "rouge", "split": "test"}]},
+            "split=test is one of source, and there is none",
+        ),
+        (
             "objective",
             {"kind": "grpo", "rewards": [{"kind": "length", "timeout": 3}]},
             "timeout 3 is for rewards that a process or thread of their own computes, and length",
@@ -134,6 +139,7 @@ def test_all_ways_to_hold_nothing_out_are_one(way: object) -> None:
         "an average that nobody gets",
         "how often a training that stops goes back",
         "columns of no source",
+        "a split of no source",
         "time of what is at once",
         "how many of what is one by one",
     ],

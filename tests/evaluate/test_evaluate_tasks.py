@@ -154,15 +154,20 @@ def run_each(root: Path, folders: list[Path]) -> Iterator[Recipe]:
         yield recipe
 
 
-def test_several_kinds_of_tasks_at_once(root: Path, tmp_path: Path) -> None:
-    """Dealt over two ranks, the report is that of one."""
+def test_several_kinds_of_tasks_at_once(
+    root: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Dealt over two ranks, the report is that of one; of which files items are, one tells."""
     items = write_lines(tmp_path / "items.jsonl", hellaswag_lines(5))
-    pairs = write_lines(
-        tmp_path / "pairs.jsonl",
-        [{"source": "the ingot\nmelts", "target": "copper melts"}, {"source": "a", "target": "b"}],
-    )
+    (tmp_path / "pairs").mkdir()
+    for name in ("dev", "test"):
+        write_lines(
+            tmp_path / "pairs" / f"{name}.jsonl",
+            [{"source": f"the {name}\nmelts", "target": "copper melts"}],
+        )
     tasks = (
-        f"[{{kind: loss}}, {{kind: hellaswag, source: {items}}}, {{kind: rouge, source: {pairs},"
+        f"[{{kind: loss}}, {{kind: hellaswag, source: {items}}}, {{kind: rouge, source: {tmp_path}/pairs,"
+        f" split: test, max_tokens: 4}}, {{kind: rouge, name: own, source: {tmp_path}/pairs,"
         " max_tokens: 4}]"
     )
     recipe = with_model(root, evaluate__tasks=tasks)
@@ -170,14 +175,17 @@ def test_several_kinds_of_tasks_at_once(root: Path, tmp_path: Path) -> None:
     alone = report_of(recipe)
     assert [key.partition("/")[0] for key in alone.metrics] == ["loss"] * 3 + ["hellaswag"] * 2 + [
         "rouge"
-    ] * 4
+    ] * 4 + ["own"] * 4
     assert "rouge/rouge1/first_line" in alone.baselines
     assert alone.bits_per_byte == {}
     assert outcome.result.startswith(
         f"{alone.metrics['loss/bits_per_byte'].value:.2f} bits per byte"
     )
-    assert len([name for name in outcome.files if name.startswith("reports/examples/")]) == 3
+    assert len([name for name in outcome.files if name.startswith("reports/examples/")]) == 4
+    told = "named after split=validation and are read, the others are not"
+    assert capfd.readouterr().err.count(told) == 1
     run_ranks(2, run_evaluate, recipe)
+    assert capfd.readouterr().err.count(told) == 1
     together = report_of(recipe)
     assert together.metrics["hellaswag/accuracy_norm"] == alone.metrics["hellaswag/accuracy_norm"]
     assert together.metrics["rouge/rougeL"] == alone.metrics["rouge/rougeL"]

@@ -1307,4 +1307,12 @@ FAULTS = [
         "a README beside texts has their test split trained on",
         "tests/data/sources/test_selection.py",
     ),
+    Fault(
+        "items-of-one-split-in-silence",
+        "ingot/evaluate/tasks/rouge.py",
+        "        tell=tell_once,\n",
+        "",
+        "items of a task are those of one split, and nobody is told that there are others",
+        "tests/evaluate/test_evaluate_tasks.py",
+    ),
 ]

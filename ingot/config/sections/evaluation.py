@@ -184,6 +184,10 @@ class RougeTask(TaskSettings):
     """JSONL, Parquet or CSV with sources and references; empty: the validation documents (pairs, or
     chats, whose last answer is the reference).
     """
+    split: str = "validation"
+    """Which split of a Hugging Face data set; of files as of `data.train[].split`, and for
+    `validation` all of them, where names do not tell splits apart.
+    """
     columns: dict[str, str] = {}
     """Names of the columns where they differ from `source` and `target`."""
     limit: Positive | None = 200
@@ -201,6 +205,11 @@ class RougeTask(TaskSettings):
             raise ValueError(
                 "columns names those of source, and there is none: the validation documents have"
                 " none to name; give source, or remove columns"
+            )
+        if self.split != "validation" and self.source is None:
+            raise ValueError(
+                f"split={self.split} is one of source, and there is none: the validation documents"
+                " are measured; give source, or remove split"
             )
         return self
 

@@ -4,13 +4,16 @@ columns.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ingot.base.environment import ranks
 from ingot.base.errors import WrongInput
+from ingot.base.progress import say
 from ingot.base.storage import open_read
 from ingot.config.sections.data import SourceSettings
 from ingot.config.sections.objective import Documents
@@ -18,6 +21,7 @@ from ingot.data.documents.kinds import DocumentExtractor
 from ingot.data.documents.records import BadRecord, ParsedDocument, not_an_object
 from ingot.data.sources.find import fetch_files, find_source, records_of
 from ingot.data.sources.readers import parse_file
+from ingot.data.sources.selection import Tell
 from ingot.data.sources.source_file import SourceFile
 
 FILES = ("jsonl", "json", "parquet", "csv", "tsv", "arrow")
@@ -71,6 +75,7 @@ def read_records(
     names: Mapping[str, str] | None = None,
     split: str = "validation",
     limit: int | None = None,
+    tell: Tell = None,
 ) -> list[TaskRecord]:
     """Read the first `limit` records of a source, with `columns` under their standard names.
 
@@ -78,6 +83,7 @@ def read_records(
         source: path, folder or glob of JSONL, JSON, Parquet, CSV, TSV or Arrow files, or
             `SCHEME:...` of a kind of source that yields records, such as `hf:NAME[:SUBSET]`.
         names: standard name -> name in the records.
+        tell: as of `find_source`.
 
     Raises:
         WrongInput: no such source, a record that cannot be read or lacks a column, or no record at
@@ -91,11 +97,18 @@ def read_records(
         )
     found = [
         TaskRecord(place, _named_columns(place, values, columns, names, knob))
-        for place, values in itertools.islice(_read(source, knob, split), limit)
+        for place, values in itertools.islice(_read(source, knob, split, tell), limit)
     ]
     if not found:
         raise WrongInput(f"{knob} {source} holds no record; give items to evaluate on")
     return found
+
+
+@functools.cache
+def tell_once(line: str) -> None:
+    """Tells the user of a task's items, which several models are measured on, on all ranks."""
+    if ranks().is_main:
+        say(line)
 
 
 def whole_records(source: str, knob: str) -> Iterator[TaskRecord]:
@@ -121,9 +134,10 @@ def _named_columns(
 
 
 def _read(
-    source: str, knob: str, split: str, *, whole: bool = False
+    source: str, knob: str, split: str, tell: Tell = None, *, whole: bool = False
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    for file in find_source(SourceSettings(source=source, split=split), knob, whole=whole):
+    asked = SourceSettings(source=source, split=split)
+    for file in find_source(asked, knob, whole=whole, tell=tell):
         if file.format not in FILES and records_of(file) is None:
             raise WrongInput(
                 f"{knob} {file.path} is read as {file.format}; items are JSONL, JSON, Parquet, CSV,"

@@ -18,7 +18,7 @@ import numpy as np
 from ingot.base.errors import WrongInput
 from ingot.base.markers import fingerprint
 from ingot.config.sections.evaluation import ChoiceTask, HellaSwagTask
-from ingot.data.sources.records import TaskRecord, read_records
+from ingot.data.sources.records import TaskRecord, read_records, tell_once
 from ingot.evaluate.likelihood import ScoredSpan, encode_spans, log_likelihoods
 from ingot.evaluate.metrics import mean_metric
 from ingot.evaluate.subject import EvalModel, EvalModelInfo, TaskResult
@@ -94,6 +94,7 @@ def open_choice(
         names=task.columns if isinstance(task, ChoiceTask) else None,
         split=task.split,
         limit=task.limit,
+        tell=tell_once,
     )
     item = _question_item if isinstance(task, ChoiceTask) else _hellaswag_item
     return _encoded(task.name, info, [item(record) for record in records])

@@ -18,7 +18,7 @@ from ingot.config.sections.objective import CHAT_TEMPLATED
 from ingot.data.cleaning.documents import read_documents
 from ingot.data.documents.chats import from_chat
 from ingot.data.documents.examples import from_pair
-from ingot.data.sources.records import read_records
+from ingot.data.sources.records import read_records, tell_once
 from ingot.evaluate.generation import encode_source, generate_texts
 from ingot.evaluate.metrics import mean_metric
 from ingot.evaluate.subject import EvalModel, EvalModelInfo, TaskResult
@@ -154,7 +154,9 @@ def _items_from_source(
         f"evaluate.tasks, {task.name}.source",
         task.item_columns,
         names=task.columns,
+        split=task.split,
         limit=limit,
+        tell=tell_once,
     ):
         source, reference = record.text("source"), record.text("target")
         if info.kind == "decoder" and info.recipe.documents in CHAT_TEMPLATED:
