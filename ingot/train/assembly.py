@@ -166,7 +166,7 @@ def make_hooks(
     asked = process.any_rank_asked
     measure = make_measure(setup, state, mesh, asked, lambda: process.signals.signum != 0)
     evaluate_every, save_every = (
-        Recurrence.of(recipe, every, len(setup.rows), begin=setup.data_begin)
+        Recurrence.of(setup.recipe, every, len(setup.rows), begin=setup.data_begin)
         for every in (knobs.evaluate_every, recipe.checkpoint.every)
     )
     evaluation = EvaluateHook.of(setup, evaluate_every, measure, sinks, account)

@@ -20,6 +20,7 @@ from ingot.checkpoints.store import committed
 from ingot.config.identity import MAY_CHANGE
 from ingot.config.recipe import Recipe
 from ingot.parallel.mesh import Mesh
+from ingot.train.beginning import last_step
 from ingot.train.checkpointing import CheckpointHook
 from ingot.train.earlier import LEFT_OUT
 from ingot.train.goodput import EventSink
@@ -88,17 +89,20 @@ def roll_back(
 
 
 def with_left_out(setup: TrainSetup, mesh: Mesh) -> TrainSetup:
-    """The setup without the data that earlier attempts at this same training have left out.
-    Collective, since each node may have its own disk.
+    """The setup without the data that earlier attempts at this same training have left out, by
+    which epochs are shorter, as they are by `data.skip`. Collective, since each node may have its
+    own disk.
     """
     spans = mesh.from_main(lambda: _so_far(setup))
     if not spans:
         return setup
     every = sorted({*map(tuple, setup.recipe.data.skip), *spans})
     data = setup.recipe.data.model_copy(update={"skip": every})
+    recipe = setup.recipe.model_copy(update={"data": data})
     return replace(
         setup,
-        recipe=setup.recipe.model_copy(update={"data": data}),
+        recipe=recipe,
+        last=last_step(recipe, setup.rows, setup.data_begin),
         identity={**setup.identity, "data.skip": [list(span) for span in every]},
     )
 

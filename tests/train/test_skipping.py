@@ -219,6 +219,32 @@ def test_going_back_leaves_the_data_of_the_bad_steps_out(
     assert len(events(recipe, "roll_back")) == 1
 
 
+def test_going_back_shortens_epochs_as_leaving_out_does(
+    root: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """No row is taken from another pass instead, and a pass ends, and is measured, where it does
+    without them. The rate is constant: steps before were taken by the schedule of a longer training.
+    """
+    knobs: dict[str, Any] = {
+        **KNOBS,
+        "train__steps": None,
+        "train__epochs": 2,
+        "train__global_batch": 24,
+        "train__evaluate_every": "epoch",
+        "train__schedule__kind": "constant",
+    }
+    other = small_recipe(copy_of(root, tmp_path / "other"), **knobs, data__skip="[[48, 96]]")
+    train(other)
+    poison(monkeypatch, range(48, 96))
+    recipe = small_recipe(root, **knobs, train__skip__then="roll_back")
+    train(recipe)
+    assert [event["samples"] for event in events(recipe, "roll_back")] == [[48, 96]]
+    assert len(measured(other)) == 2
+    assert measured(recipe) == measured(other)
+    expected = weights(other)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(recipe).items())
+
+
 def test_going_back_may_take_as_long_as_a_start(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
