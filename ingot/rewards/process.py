@@ -71,10 +71,12 @@ class ScoringProcess:
             self._process.stdin.flush()
         except OSError:
             raise RewardFailed(f"its process died ({self._ended()})", again=True) from None
+        ready = select.poll()  # select() takes no descriptor above 1,023
+        ready.register(self._reads, select.POLLIN)
         data = b""
         while not data.endswith(b"\n"):
             left = max(0.0, until - time.monotonic())
-            if not select.select([self._reads], [], [], left)[0]:
+            if not ready.poll(1000 * left):
                 raise RewardFailed(f"it took more than {timeout:g} s and was stopped")
             part = os.read(self._reads, 1 << 16)
             if not part:

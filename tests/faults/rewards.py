@@ -44,8 +44,8 @@ FAULTS = [
     Fault(
         "hanging-reward-is-waited-for",
         "ingot/rewards/process.py",
-        "if not select.select([self._reads], [], [], left)[0]:",
-        "if not select.select([self._reads], [], [], left + 40)[0]:",
+        "if not ready.poll(1000 * left):",
+        "if not ready.poll(1000 * (left + 40)):",
         "a pattern that hangs hangs the training",
         "tests/rewards/test_isolated.py",
     ),
@@ -296,5 +296,21 @@ FAULTS = [
         "",
         "a right answer that uses six threads gets the reward of a wrong one",
         "tests/rewards/sandbox/test_verdicts.py",
+    ),
+    Fault(
+        "rewards-wait-by-select",
+        "ingot/rewards/process.py",
+        "if not ready.poll(1000 * left):",
+        "if not select.select([self._reads], [], [], left)[0]:",
+        "every reward fails in a process that reads more than a thousand files",
+        "tests/rewards/test_isolated.py",
+    ),
+    Fault(
+        "sandboxes-wait-by-select",
+        "ingot/rewards/sandbox/run.py",
+        "if not ready.poll(1000 * max(0.0, until - time.monotonic())):",
+        "if not select.select([pipe], [], [], max(0.0, until - time.monotonic()))[0]:",
+        "right answers get no reward in a process that reads more than a thousand files",
+        VERDICTS,
     ),
 ]

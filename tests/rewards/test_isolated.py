@@ -21,6 +21,7 @@ from ingot.config.sections.rewards import (
 )
 from ingot.rewards.build import build_rewards
 from ingot.rewards.protocol import RewardScores, Sample
+from tests.rewards.crowd import many_open_files
 
 FUNCTIONS = """
 from __future__ import annotations
@@ -92,6 +93,13 @@ def test_a_pattern_that_hangs_is_stopped_and_the_others_are_scored() -> None:
     assert scores.each == {"regex": [1.0, None, 1.0, 0.0]}
     assert scores.reasons == {"regex": "it took more than 3 s and was stopped"}
     assert time.monotonic() - began < 30
+
+
+def test_a_process_with_many_open_files_scores() -> None:
+    """The limit of open files is raised for the columns, so that descriptors pass 1,023."""
+    with many_open_files():
+        scores = score(RegexReward(kind="regex", pattern="b"), "ab", "a")
+    assert scores.each == {"regex": [1.0, 0.0]}
 
 
 def test_patterns_are_checked_when_the_recipe_is_read() -> None:

@@ -150,13 +150,15 @@ def _said(running: list[subprocess.Popen[bytes]]) -> str:
 
 def _read(pipe: int, until: float) -> Any:
     """A message of the judge's; None at its end. Raises TimeoutError."""
+    ready = select.poll()  # select() takes no descriptor above 1,023
+    ready.register(pipe, select.POLLIN)
     data = b""
     while len(data) < 4 or len(data) < 4 + struct.unpack(">I", data[:4])[0]:
         # One byte at a time would also do: a verdict is short, and only "started" stands before it.
         wanted = (
             4 - len(data) if len(data) < 4 else 4 + struct.unpack(">I", data[:4])[0] - len(data)
         )
-        if not select.select([pipe], [], [], max(0.0, until - time.monotonic()))[0]:
+        if not ready.poll(1000 * max(0.0, until - time.monotonic())):
             raise TimeoutError
         part = os.read(pipe, wanted)
         if not part:

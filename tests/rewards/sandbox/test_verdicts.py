@@ -15,6 +15,7 @@ from ingot.config.sections.rewards import CodeReward
 from ingot.rewards.code import PYTHON, Code, code_of, fenced_blocks
 from ingot.rewards.protocol import RewardFailed, Sample
 from ingot.rewards.sandbox.run import SandboxLimits, Verdict, run_trial
+from tests.rewards.crowd import many_open_files
 from tests.rewards.sandbox.kernel import kernel_isolates
 
 if not kernel_isolates():
@@ -367,3 +368,8 @@ def test_fences_without_end_take_linear_time() -> None:
     for piece in ("```\n", "```py\n", "` ", " ", "\n ", "```py\na\n  ```x\n"):
         fenced_blocks(piece * 40_000, PYTHON)
     assert time.monotonic() - began < 10
+
+
+def test_a_process_with_many_open_files_runs_tests() -> None:
+    with many_open_files():
+        assert run_trial("x = 1", "assert x == 1", SandboxLimits()) == Verdict(1, 1, whole=True)
