@@ -26,7 +26,13 @@ from ingot.config.doors import (
     TASKS,
     packages_of,
 )
-from ingot.config.models.source import named_folder, source_folder, starts_random
+from ingot.config.models.content import recorded_content
+from ingot.config.models.source import (
+    named_folder,
+    source_config,
+    source_folder,
+    starts_random,
+)
 from ingot.config.recipe import Recipe
 from ingot.config.sections.checkpoint import Changeable
 from ingot.config.sections.rewards import RewardSettings
@@ -133,6 +139,12 @@ def weights_identity(recipe: Recipe) -> dict[str, str]:
     Raises:
         WrongInput: there is no such folder or hub model.
     """
+    folders = _folders_of_weights(recipe)
+    weights = {f"{WEIGHTS_OF}{knob}": weights_fingerprint(path) for knob, path in folders.items()}
+    return weights | rewards_identity(getattr(recipe.objective, "rewards", []))
+
+
+def _folders_of_weights(recipe: Recipe) -> dict[str, Path]:
     objective, lora = recipe.objective, recipe.model.lora
     folders: dict[str, Path] = {}
     start = source_folder(recipe.model)
@@ -146,23 +158,29 @@ def weights_identity(recipe: Recipe) -> dict[str, str]:
             folders[knob] = named_folder(source, knob)
     if lora is not None and lora.adapter is not None:
         folders["model.lora.adapter"] = Path(lora.adapter)
-    weights = {f"{WEIGHTS_OF}{knob}": weights_fingerprint(path) for knob, path in folders.items()}
-    return weights | rewards_identity(getattr(objective, "rewards", []))
+    return folders
 
 
 def content_identity(recipe: Recipe) -> dict[str, Any]:
-    """The identity of a training and of the weights that it starts or learns from. A local folder
-    is told by what it holds alone: the same model under another path makes the same training.
+    """The identity of a training, of the weights that it starts or learns from, and of the
+    configuration by which weights are drawn.
+
+    The same model under another path makes the same training where the record of its export proves
+    it. Fingerprints do not: they are made of samples, in which a few small tensors may be missed.
     """
-    knobs, weights = training_identity(recipe), weights_identity(recipe)
-    for key in (key for key in weights if key.startswith(WEIGHTS_OF)):
-        section, *inner, name = key.removeprefix(WEIGHTS_OF).split(".")
+    knobs = training_identity(recipe)
+    for knob, folder in _folders_of_weights(recipe).items():
+        section, *inner, name = knob.split(".")
         place = knobs[section]
         for each in inner:
             place = place[each]
-        if not place[name].startswith("hf:"):
-            del place[name]
-    return knobs | weights
+        recorded = recorded_content(folder)
+        if recorded is not None and not place[name].startswith("hf:"):
+            place[name] = recorded
+    start = source_folder(recipe.model)
+    if start is not None and starts_random(recipe.model, start):
+        knobs["model"]["config"] = source_config(recipe.model, start)
+    return knobs | weights_identity(recipe)
 
 
 def rewards_identity(rewards: Sequence[RewardSettings]) -> dict[str, str]:

@@ -1173,4 +1173,20 @@ FAULTS = [
         "after a roll-back the end of a pass is measured elsewhere than it is",
         "tests/train/test_skipping.py",
     ),
+    Fault(
+        "samples-for-a-model",
+        "ingot/config/identity.py",
+        "recorded = recorded_content(folder)\n",
+        "recorded = recorded_content(folder) or weights_fingerprint(folder)\n",
+        "of two models that differ in a few small tensors, the second gets the training of the first",
+        "tests/train/test_resume.py",
+    ),
+    Fault(
+        "drawn-by-another-configuration",
+        "ingot/config/identity.py",
+        '        knobs["model"]["config"] = source_config(recipe.model, start)\n',
+        "        pass\n",
+        "a folder's configuration is edited, and the model that was drawn by the old one is kept",
+        "tests/train/test_resume.py",
+    ),
 ]

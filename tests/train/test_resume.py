@@ -23,7 +23,14 @@ from ingot.checkpoints.store import (
     retain,
     step_folder,
 )
-from ingot.config.identity import changes, content_identity, training_identity, weights_identity
+from ingot.config.identity import (
+    changes,
+    content_identity,
+    training_identity,
+    weights_fingerprint,
+    weights_identity,
+)
+from ingot.config.models.content import content_record
 from ingot.data.ingest import ingest
 from ingot.data.prepare import prepare
 from ingot.train import resume
@@ -35,6 +42,13 @@ from tests.small import small_recipe
 from tests.train.test_run import stop_after
 
 Spans = list[list[int]]
+KNOBS_OF_MODELS = (
+    r"model\.source",
+    r"objective\.teacher",
+    r"objective\.reference",
+    r"model\.lora\.adapter",
+)
+"""Where the knobs of `known_by` name it."""
 
 
 def start(
@@ -197,31 +211,74 @@ def test_early_stopping_comes_and_goes_with_what_it_depends_on(
         start(monkeypatch, stopped, otherwise, ("train.early_stop",))
 
 
-def test_a_model_under_another_path_makes_the_same_training(tmp_path: Path) -> None:
-    """Another model under the same path another one, and each name of the hub its own."""
-    for name in ("base", "moved", "other"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text('{"model_type": "llama"}')
-        (tmp_path / name / "adapter_config.json").write_text(json.dumps({"r": len(name)}))
-        (tmp_path / name / "model.safetensors").write_bytes(b"other" if name == "other" else b"one")
-    (tmp_path / "moved" / "adapter_config.json").write_text('{"r": 4}')
+def known_by(root: Path, path: Path) -> list[dict[str, Any]]:
+    """The identities of trainings that start or learn from the model or adapter in `path`."""
+    kinds: list[dict[str, Any]] = [
+        {"model__source": path, "model__config": None},
+        {"objective": f"{{kind: distill, teacher: {path}}}"},
+        {"objective": f"{{kind: dpo, reference: {path}}}"},
+        {"model__lora": f"{{adapter: {path}}}"},
+    ]
+    return [content_identity(small_recipe(root, **knobs)) for knobs in kinds]
 
-    def known(name: str) -> list[dict[str, Any]]:
-        path = tmp_path / name
-        kinds: list[dict[str, Any]] = [
-            {"model__source": path, "model__config": None},
-            {"objective": f"{{kind: distill, teacher: {path}}}"},
-            {"objective": f"{{kind: dpo, reference: {path}}}"},
-            {"model__lora": f"{{adapter: {path}}}"},
-        ]
-        return [content_identity(small_recipe(tmp_path, **knobs)) for knobs in kinds]
 
-    base, moved, other = known("base"), known("moved"), known("other")
+def test_an_exported_model_under_another_path_makes_the_same_training(tmp_path: Path) -> None:
+    """Another model under the same path another one."""
+    config = {"model_type": "llama"}
+    for name, held in (("base", b"one"), ("moved", b"one"), ("other", b"other")):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(config))
+        (folder / "adapter_config.json").write_text('{"r": 4}')
+        (folder / "model.safetensors").write_bytes(held)
+        record = content_record(folder, {"weight": held.hex()})
+        (folder / "ingot.json").write_text(json.dumps({"content": record}))
+    base, moved, other = (
+        known_by(tmp_path, tmp_path / name) for name in ("base", "moved", "other")
+    )
     assert base == moved
     for before, now in zip(base, other, strict=True):
-        assert re.fullmatch(r"the weights of [a-z.]+ \w+ -> \w+", "; ".join(changes(before, now)))
+        named = r"[a-z.]+ \w+ -> \w+; the weights of [a-z.]+ \w+ -> \w+"
+        assert re.fullmatch(named, "; ".join(changes(before, now)))
     (tmp_path / "moved" / "adapter_config.json").write_text('{"r": 8}')
-    assert known("moved")[3] != base[3], "an adapter is its configuration, too"
+    assert known_by(tmp_path, tmp_path / "moved")[3] != base[3], "an adapter is its settings, too"
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_a_model_that_differs_in_a_small_tensor_is_another_one(
+    recorded: bool, tmp_path: Path
+) -> None:
+    """Its fingerprint is the same: between the samples of a large file is room for a tensor."""
+    at = 200_000
+    for name in ("one", "two"):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "config.json").write_text('{"model_type": "llama"}')
+        with (folder / "model.safetensors").open("wb") as file:
+            file.truncate(16 << 20)
+            file.seek(at)
+            file.write(name.encode())
+        if recorded:
+            record = content_record(folder, {"norm": name})
+            (folder / "ingot.json").write_text(json.dumps({"content": record}))
+    assert len({weights_fingerprint(tmp_path / name) for name in ("one", "two")}) == 1
+    one, two = (known_by(tmp_path, tmp_path / name) for name in ("one", "two"))
+    for before, now, knob in zip(one, two, KNOBS_OF_MODELS, strict=True):
+        assert re.fullmatch(rf"{knob} \S+ -> \S+", "; ".join(changes(before, now)))
+
+
+def test_a_configuration_that_weights_are_drawn_by_is_a_part_of_the_training(
+    tmp_path: Path,
+) -> None:
+    drawn = {"model__source": tmp_path, "model__init": "random", "model__config": None}
+    found = []
+    for width in (32, 64):
+        config = {"model_type": "llama", "hidden_size": width}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        found.append(content_identity(small_recipe(tmp_path, **drawn)))
+    assert changes(*found) == ["model.config.hidden_size 32 -> 64"]
+    override = drawn | {"model__config": "{hidden_size: 64}"}
+    assert content_identity(small_recipe(tmp_path, **override)) == found[1]
 
 
 def test_a_reward_that_was_edited_meanwhile_is_another_one(

@@ -45,6 +45,18 @@ def tensor_digests(lineage: Mapping[str, Any] | None) -> dict[str, str]:
     return dict(tensors) if isinstance(tensors, dict) else {}
 
 
+def recorded_content(folder: Path) -> str | None:
+    """What stands for the whole model or adapter of a folder by its record, wherever the folder
+    lies; None without a record of its tensors. Reads no weights: loading them compares.
+    """
+    lineage = read_lineage(folder)
+    if not (tensors := tensor_digests(lineage)):
+        return None
+    record = _record(lineage)
+    adapter = (record.get(FILES) or {}).get("adapter_config.json")
+    return fingerprint({"tensors": tensors, CONFIG: record.get(CONFIG), "adapter": adapter})
+
+
 def content_record(folder: Path, tensors: Mapping[str, str]) -> dict[str, Any]:
     """The record of a folder whose tensors have these hashes."""
     return {CONFIG: config_digest(folder), FILES: file_digests(folder), "tensors": dict(tensors)}
