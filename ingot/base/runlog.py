@@ -18,7 +18,13 @@ from typing import IO, Any, Protocol
 
 from ingot.base.masking import keys_hidden
 from ingot.base.progress import say
-from ingot.base.storage import atomic_file, disk_errors, fsync_folder, lock_file
+from ingot.base.storage import (
+    atomic_file,
+    disk_errors,
+    fsync_folder,
+    lock_file,
+    remove_partials_of,
+)
 
 MOST_LINES = 1000
 """Lines of a growing file that are held at once, so that a long run's are never all in memory."""
@@ -191,6 +197,7 @@ class JsonLines:
         self.path = path
         if path.exists():
             again = tuple(f"{name}/" for name in owed)
+            remove_partials_of(path)
             with atomic_file(path) as stream:
                 for line in read_lines(path):
                     step = line.get("step", 0)
