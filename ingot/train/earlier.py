@@ -50,7 +50,7 @@ def place_of(run: RunFolder, identity: Mapping[str, Any]) -> Path | None:
     there is none. The markers of its checkpoints say whose a folder is, whatever it is called.
     """
     name = fingerprint(dict(identity))
-    places = sorted(earlier(run).glob(f"{name}*"), key=lambda place: (len(place.name), place.name))
+    places = sorted(earlier(run).glob("*"), key=lambda place: (len(place.name), place.name))
     return next((at for at in reversed(places) if _trained(at / "checkpoints") == name), None)
 
 
@@ -86,12 +86,17 @@ def earlier(run: RunFolder) -> Path:
 
 
 def _trained(checkpoints: Path) -> str | None:
-    """The fingerprint of the training whose newest checkpoint this is; None where there is none, or
-    one of another version of ingot.
+    """The fingerprint of the training whose newest checkpoint this is, as its recipe has it: what a
+    roll-back has left out is no part of that. None where there is none, or one of another version
+    of ingot.
     """
     newest = next(iter(committed(checkpoints)), None)
     known = None if newest is None else newest.commit.get("identity")
-    return None if known is None else fingerprint(dict(known))
+    if newest is None or known is None:
+        return None
+    if spans := newest.commit.get("left_out"):
+        known = known | {"data.skip": [one for one in known["data.skip"] if one not in spans]}
+    return fingerprint(dict(known))
 
 
 def _gather(run: RunFolder, place: Path) -> None:

@@ -57,11 +57,11 @@ def find_start(
     """The checkpoint to resume from, or None to start from the first step.
 
     A finished training with another recipe is moved to `earlier/`, and brought back when its recipe
-    is used again. Knobs in `allow` may differ; `on_change` is then called with the differences.
-    `newest` is the newest valid checkpoint if somebody has verified it already. Damaged ones that
-    are newer than the one found are set aside. `reads`: what this training reads in its marker.
-    `before_anew` is called before anything is moved when training starts anew; if it raises,
-    nothing has changed.
+    is used again; `identity` is the recipe's own, without what a roll-back has left out. Knobs in
+    `allow` may differ; `on_change` is then called with the differences. `newest` is the newest
+    valid checkpoint if somebody has verified it already. Damaged ones that are newer than the one
+    found are set aside. `reads`: what this training reads in its marker. `before_anew` is called
+    before anything is moved when training starts anew; if it raises, nothing has changed.
 
     Raises:
         WrongInput: an unfinished training with a different recipe lies here; names what changed. Or
@@ -82,8 +82,8 @@ def find_start(
             set_damaged_aside(found)
             return found
         if not found.commit["finished"]:
-            raise _refused(run, found, identity, differ)
-        changed = "; ".join(changes(found.commit["identity"], identity))
+            raise _refused(run, found, _with_left_out(identity, found), differ)
+        changed = "; ".join(changes(found.commit["identity"], _with_left_out(identity, found)))
         say(f"the recipe changed since the last training ({changed})")
     place = None if fresh else place_of(run, identity)
     if place is None:
@@ -109,14 +109,12 @@ def resumable(
     run: RunFolder, identity: Mapping[str, Any], allow: Collection[str]
 ) -> CommittedCheckpoint | None:
     """The newest checkpoint of the training that `find_start` will go on with; None if it will
-    start anew. Nothing is verified or moved. `identity` may lack what a roll-back has left out.
+    start anew. Nothing is verified or moved.
     """
     for found in committed(run.checkpoints)[:1]:
         if any(field not in found.commit for field in FIELDS):
             return None
-        spans = sorted({*map(tuple, identity["data.skip"]), *map(tuple, found.commit["left_out"])})
-        with_left_out = {**identity, "data.skip": [list(span) for span in spans]}
-        before, now, differ = _compared(found, with_left_out)
+        before, now, differ = _compared(found, identity)
         if all(_may_differ(key, before, now, allow) for key in differ):
             return found
     place = place_of(run, identity)
@@ -129,8 +127,17 @@ def _compared(
     """The identity of a checkpoint's training and `identity`, as far as training has come, and the
     parts in which they differ.
     """
+    identity = _with_left_out(identity, found)
     before, now = _so_far(found.commit["identity"], found), _so_far(identity, found)
     return before, now, [key for key in {**before, **now} if before.get(key) != now.get(key)]
+
+
+def _with_left_out(identity: Mapping[str, Any], found: CommittedCheckpoint) -> Mapping[str, Any]:
+    """The identity with what a roll-back of the checkpoint's training has left out."""
+    if not (spans := found.commit.get("left_out")):
+        return identity
+    every = sorted({*map(tuple, identity["data.skip"]), *map(tuple, spans)})
+    return {**identity, "data.skip": [list(span) for span in every]}
 
 
 def check_fields(found: CommittedCheckpoint, fields: Collection[str] = FIELDS) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import signal
 import time
 from contextlib import ExitStack
+from functools import partial
 
 from ingot.base.environment import ranks
 from ingot.base.errors import Stopped, WrongInput
@@ -127,10 +128,10 @@ def _train_from_checkpoint(
     recipe, mesh, events, signals = process.recipe, process.mesh, process.events, process.signals
     with ExitStack() as closing:
         setup = make_setup(recipe, mesh, fresh=fresh)
-        if not fresh:
-            setup = with_left_out(setup, mesh)
         mesh.from_main(lambda: _check_prompts(setup))
-        start = mesh.from_main(lambda: _find_start(process, setup, newest, fresh=fresh))
+        start = mesh.from_main(partial(_find_start, process, setup, newest, fresh=fresh))
+        if not fresh:  # one that was brought back has its own
+            setup = with_left_out(setup, mesh)
         average = recipe.train.average
         averaged = 0 if average is None else average.needs_kept
         exchange_missing(process.bucket, start, averaged, mesh)

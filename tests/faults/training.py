@@ -1189,4 +1189,22 @@ FAULTS = [
         "a folder's configuration is edited, and the model that was drawn by the old one is kept",
         "tests/train/test_resume.py",
     ),
+    Fault(
+        "rolled-back-and-never-found-again",
+        "ingot/train/earlier.py",
+        '    if spans := newest.commit.get("left_out"):\n',
+        "    if spans := []:\n",
+        "a training that rolled back is paid for again when its recipe is used again",
+        "tests/train/test_skipping.py",
+    ),
+    Fault(
+        "brought-back-with-bad-data",
+        "ingot/train/trainer.py",
+        "        if not fresh:  # one that was brought back has its own\n"
+        "            setup = with_left_out(setup, mesh)\n"
+        "",
+        "",
+        "a training that goes on reads the data again that it left out",
+        "tests/train/test_skipping.py",
+    ),
 ]

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from ingot.base.errors import Failed, Stopped
 from ingot.base.heartbeat import beats_of_main
 from ingot.base.runlog import read_lines
+from ingot.checkpoints.store import committed
 from ingot.config.recipe import Recipe
 from ingot.train import step
 from ingot.train.goodput import EventSink
@@ -193,7 +194,7 @@ def test_going_back_leaves_the_data_of_the_bad_steps_out(
     root: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The result is bit for bit that of a training which never had this data. Later commands go on
-    from it, and know of it.
+    from it, and know of it; so do those after a training of another recipe.
     """
     other = small_recipe(copy_of(root, tmp_path / "other"), **KNOBS, data__skip="[[20, 28]]")
     train(other)
@@ -209,6 +210,9 @@ def test_going_back_leaves_the_data_of_the_bad_steps_out(
     assert steps == list(range(1, 13))
     train(recipe)
     assert len(events(recipe, "roll_back")) == 1
+    train(small_recipe(root, **{**KNOBS, "train__steps": 1}))
+    train(recipe)
+    assert events(recipe, "start")[-1]["step"] == 12
     longer = small_recipe(
         root,
         **{**KNOBS, "train__steps": 14},
@@ -217,6 +221,7 @@ def test_going_back_leaves_the_data_of_the_bad_steps_out(
     )
     train(longer)
     assert len(events(recipe, "roll_back")) == 1
+    assert committed(recipe.folder.checkpoints)[0].commit["left_out"] == [[20, 28]]
 
 
 def test_going_back_shortens_epochs_as_leaving_out_does(
