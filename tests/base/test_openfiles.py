@@ -33,6 +33,6 @@ def test_each_verb_may_open_as_many(reachable: int, monkeypatch: pytest.MonkeyPa
     found = []
     monkeypatch.setattr(app, "listen_to_signals", lambda: None)
     monkeypatch.setattr(app, "guarded", lambda *_, **__: found.append(open_file_limit()))
-    monkeypatch.setattr(app, "leave", lambda _: None)
+    monkeypatch.setattr(app, "leave", lambda *_, **__: None)
     app.main()
     assert found == [reachable]

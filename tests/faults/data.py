@@ -869,7 +869,7 @@ FAULTS = [
     Fault(
         "edited-reward-goes-on",
         "ingot/config/identity.py",
-        'return weights | rewards_identity(getattr(objective, "rewards", []))',
+        'return weights | rewards_identity(getattr(recipe.objective, "rewards", []))',
         "return weights",
         "a training goes on with another reward function under the same name",
         "tests/train/test_resume.py",
