@@ -5,6 +5,7 @@ which the hub tells by names (`test.jsonl`, `val/a.csv`, `data/train-00000-of-00
 from __future__ import annotations
 
 import fnmatch
+import glob
 import itertools
 import re
 from collections.abc import Callable, Collection, Sequence
@@ -62,10 +63,13 @@ def not_excluded(
 def _without_match(source: SourceSettings, pattern: str, names: Sequence[str]) -> str:
     """That a pattern is for no file, and one that would be."""
     bare = pattern.removeprefix(source.source).strip("/")
-    ways = (bare, f"*/{bare}", f"{bare}/*", f"*/{bare}/*", f"*{bare}*")
+    literal = glob.escape(bare)
+    ways = (bare, literal, f"*/{bare}", f"*/{literal}", f"{bare}/*", f"*/{bare}/*", f"*{bare}*")
     near = next((way for way in ways if fnmatch.filter(names, way)), None)
     shown = ", ".join(names[:2]) + (", ..." if len(names) > 2 else "")
     action = "remove it" if near is None else f"{near} would match"
+    if near is None and any(part.startswith(".") for part in bare.split("/")):
+        action = "hidden files are never read: remove it"
     return f"exclude has {pattern}, and no file is named so ({shown}); {action}"
 
 

@@ -184,6 +184,7 @@ def test_excluded_files_are_left_out(corpus: Path) -> None:
         ("dee", "*dee* would match"),
         ("CORPUS/deep/c.txt", "deep/c.txt would match"),
         ("*.xml", "remove it"),
+        (".git/*", "hidden files are never read: remove it"),
     ],
 )
 def test_a_pattern_that_leaves_nothing_out_is_refused(
@@ -197,6 +198,13 @@ def test_a_pattern_that_leaves_nothing_out_is_refused(
     ):
         find_source(given, "data.train[0].source", tell=print)
     assert find_source(given), "of what was read before, as far as it is still there"
+
+
+def test_a_name_with_brackets_is_left_out_by_a_pattern_for_it(tmp_path: Path) -> None:
+    (tmp_path / "x[1].txt").write_text("x")
+    given = SourceSettings(source=str(tmp_path), exclude=["x[1].txt"])
+    with pytest.raises(WrongInput, match=r"; x\[\[\]1\]\.txt would match"):
+        find_source(given, "data.train[0].source", tell=print)
 
 
 def test_of_what_others_name_a_pattern_without_a_file_is_told() -> None:
