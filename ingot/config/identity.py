@@ -16,7 +16,7 @@ from ingot.base.errors import differing
 from ingot.base.markers import fingerprint
 from ingot.base.masking import keys_hidden
 from ingot.base.runfolder import model_folder
-from ingot.base.storage import sampled_sha256, sha256_file
+from ingot.base.storage import find_files, is_remote, sampled_sha256, sha256_file
 from ingot.config.doors import (
     FAMILIES,
     OBJECTIVES,
@@ -35,6 +35,8 @@ from ingot.config.models.source import (
 )
 from ingot.config.recipe import Recipe
 from ingot.config.sections.checkpoint import Changeable
+from ingot.config.sections.data import SourceSettings
+from ingot.config.sections.evaluation import TaskSettings
 from ingot.config.sections.rewards import RewardSettings
 
 TRAINING_KNOBS = (
@@ -120,15 +122,49 @@ def measured_with(recipe: Recipe, metric: str, held_out: str | None) -> dict[str
     average = recipe.train.average
     knobs = recipe.select(("train.evaluate_rows",)) | _task_of(recipe, metric)
     knobs["train.average.evaluate"] = average is not None and average.evaluate
-    found: dict[str, Any] = keys_hidden({**knobs, "held_out": held_out})
+    if reads_held_out(recipe, metric):
+        knobs["held_out"] = held_out
+    found: dict[str, Any] = keys_hidden(knobs | items_identity(recipe, metric))
     return found
 
 
+def reads_held_out(recipe: Recipe, metric: str) -> bool:
+    """Whether a metric is measured on the held-out documents, rather than on items of its own."""
+    tasks = tasks_of(recipe, metric)
+    return not tasks or any(task.needs_held_out for task in tasks)
+
+
+def stops_by_held_out(recipe: Recipe) -> bool:
+    """Whether the held-out documents can end the training."""
+    stop = recipe.train.early_stop
+    return stop is not None and recipe.data.holds_out and reads_held_out(recipe, stop.metric)
+
+
+def tasks_of(recipe: Recipe, metric: str) -> list[TaskSettings]:
+    """The task whose metric that is; none for a metric of the objective."""
+    return [task for task in recipe.tasks if metric.startswith(f"{task.name}/")]
+
+
 def _task_of(recipe: Recipe, metric: str) -> dict[str, Any]:
-    """The task whose metric that is, with its knobs; empty for a metric of the objective."""
-    tasks = [task for task in recipe.tasks if metric.startswith(f"{task.name}/")]
+    """The knobs of the task whose metric that is."""
+    tasks = tasks_of(recipe, metric)
     knobs = {f"evaluate.{task.name}": task.model_dump(mode="json") for task in tasks}
     return knobs | packages_of((TASKS, task.kind) for task in tasks)
+
+
+def items_identity(recipe: Recipe, metric: str) -> dict[str, str]:
+    """Fingerprints of the local files with the items of the task whose metric that is, and of what
+    judges them, by their paths: other items under the same name are another measure.
+    """
+    found = dict[str, str]()
+    for task in tasks_of(recipe, metric):
+        local = [one for one in task.sources if not SourceSettings(source=one).scheme]
+        for file in (file for one in local if not is_remote(one) for file in find_files(one)):
+            if "__pycache__" not in Path(file).parts:
+                found[f"evaluate.{task.name}: what stands in {file}"] = sha256_file(file)
+        named = f"evaluate.{task.name}.rewards: what stands in "
+        found |= rewards_identity(getattr(task, "rewards", []), named)
+    return found
 
 
 def weights_identity(recipe: Recipe) -> dict[str, str]:
@@ -180,20 +216,22 @@ def content_identity(recipe: Recipe) -> dict[str, Any]:
     start = source_folder(recipe.model)
     if start is not None and starts_random(recipe.model, start):
         knobs["model"]["config"] = source_config(recipe.model, start)
-    return knobs | weights_identity(recipe)
+    stop = recipe.train.early_stop
+    measured = {} if stop is None else items_identity(recipe, stop.metric)
+    return knobs | weights_identity(recipe) | measured
 
 
-def rewards_identity(rewards: Sequence[RewardSettings]) -> dict[str, str]:
-    """Fingerprints of the files and models that rewards name, by their paths: a function that was
-    edited under the same name is another reward.
+def rewards_identity(rewards: Sequence[RewardSettings], named: str = REWARDS_AS) -> dict[str, str]:
+    """Fingerprints of the files and models that rewards name, by their paths after `named`: a
+    function that was edited under the same name is another reward.
     """
     found = dict[str, str]()
     for name in (name for reward in rewards for name in reward.files):
         path = Path(name)
         if path.is_file():
-            found[f"{REWARDS_AS}{name}"] = sha256_file(path)
+            found[f"{named}{name}"] = sha256_file(path)
         elif path.is_dir():
-            found[f"{REWARDS_AS}{name}"] = weights_fingerprint(model_folder(path))
+            found[f"{named}{name}"] = weights_fingerprint(model_folder(path))
     return found
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from ingot.base.runfolder import model_folder
 from ingot.config.doors import CLEANING, GATES, SOURCES, TASKS, TEMPLATES, packages_of
-from ingot.config.identity import training_identity
+from ingot.config.identity import stops_by_held_out, tasks_of, training_identity
 from ingot.config.recipe import Recipe
 from ingot.config.sections.data import SourceSettings
 from ingot.config.sections.objective import CHAT_TEMPLATED
@@ -231,8 +231,7 @@ def _trained_on(recipe: Recipe) -> dict[str, tuple[str, ...]]:
     """The splits that decide the weights: held-out rows only where they can end the training. That
     others would have been held out since trains nothing anew.
     """
-    stops = recipe.train.early_stop is not None and recipe.data.holds_out
-    return {"prepare": ("train", "validation") if stops else ("train",)}
+    return {"prepare": ("train", "validation") if stops_by_held_out(recipe) else ("train",)}
 
 
 def _local(source: str | None) -> list[str]:
@@ -278,8 +277,8 @@ def _without_scheme(sources: Iterable[str]) -> list[str]:
 
 
 def _training_folders(recipe: Recipe) -> list[str]:
-    """Every model that training starts from or learns from, and what its rewards name. The run of
-    `train.start_from` is left out, because it may still be training.
+    """Every model that training starts from or learns from, what its rewards name, and the items
+    that can end it. The run of `train.start_from` is left out, because it may still be training.
     """
     objective, lora = recipe.objective, recipe.model.lora
     others = (
@@ -288,7 +287,11 @@ def _training_folders(recipe: Recipe) -> list[str]:
         lora.adapter if lora else None,
     )
     models = [folder for source in (recipe.model.source, *others) for folder in _local(source)]
-    return [*models, *_named_by_rewards(objective)]
+    stop = recipe.train.early_stop
+    measured = [] if stop is None else tasks_of(recipe, stop.metric)
+    items = _without_scheme(source for task in measured for source in task.sources)
+    judges = [one for task in measured for one in _named_by_rewards(task)]
+    return [*models, *_named_by_rewards(objective), *items, *judges]
 
 
 STEPS = (

@@ -15,7 +15,7 @@ import torch
 from ingot.base.errors import WrongInput
 from ingot.checkpoints.store import CommittedCheckpoint
 from ingot.config.degrees import Degrees
-from ingot.config.identity import content_identity
+from ingot.config.identity import content_identity, stops_by_held_out
 from ingot.config.models.lineage import read_lineage
 from ingot.config.models.source import ModelKind, check_lora
 from ingot.config.recipe import Recipe
@@ -232,7 +232,7 @@ def make_setup(recipe: Recipe, mesh: Mesh, *, fresh: bool = False) -> TrainSetup
         **content_identity(recipe),
         "precision.compute": compute,
         "data": rows.fingerprint,
-        **({"held_out": held_out.fingerprint} if holds_out and recipe.train.early_stop else {}),
+        **({"held_out": held_out.fingerprint} if stops_by_held_out(recipe) else {}),
         "tokenizer": tokenizer.identity(),
     }
     if isinstance(optimizer := recipe.train.optimizer, Muon):

@@ -1088,7 +1088,7 @@ FAULTS = [
     Fault(
         "held-out-rows-are-no-part",
         "ingot/train/setup.py",
-        '{"held_out": held_out.fingerprint} if holds_out and recipe.train.early_stop else {}',
+        '{"held_out": held_out.fingerprint} if stops_by_held_out(recipe) else {}',
         "{}",
         "a training that other rows would have ended elsewhere is gone on with",
         "tests/train/test_origin.py",
@@ -1206,5 +1206,21 @@ FAULTS = [
         "",
         "a training that goes on reads the data again that it left out",
         "tests/train/test_skipping.py",
+    ),
+    Fault(
+        "best-on-other-items",
+        "ingot/config/identity.py",
+        "keys_hidden(knobs | items_identity(recipe, metric))",
+        "keys_hidden(knobs)",
+        "a task's items are rewritten, and the checkpoint that was best on the old ones is exported",
+        "tests/config/test_identity.py",
+    ),
+    Fault(
+        "stopped-on-other-items",
+        "ingot/config/identity.py",
+        "return knobs | weights_identity(recipe) | measured",
+        "return knobs | weights_identity(recipe)",
+        "a training that a task's new items would have ended elsewhere is gone on with",
+        "tests/config/test_identity.py",
     ),
 ]
