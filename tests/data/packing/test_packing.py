@@ -270,7 +270,7 @@ def test_tables_are_kept_and_swept(tmp_path: Path) -> None:
     (folder / ".train.rows-best_fit-8-00000.bin.partial-99999999").write_bytes(
         b"left by a killed run"
     )
-    changed(folder, "manifest.json", data="other")
+    changed(folder, "manifest.json", data={"train": "other", "validation": "other"})
     with pytest.raises(
         WrongInput,
         match=(
