@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -65,12 +66,18 @@ def export_in_place(folder: Path) -> Callable[[], Any]:
 
 
 def lines_rewritten_in_place(folder: Path) -> Callable[[], Any]:
-    patch("ingot.base.runlog.write_atomic", Path.write_text).start()
+    @contextlib.contextmanager
+    def in_place(path: Path) -> Iterator[io.BytesIO]:
+        kept = io.BytesIO()
+        yield kept
+        path.write_bytes(kept.getvalue())
+
+    patch("ingot.base.runlog.atomic_file", in_place).start()
     return ready_lines(folder)
 
 
 def record_that_comes_back(folder: Path) -> Callable[[], Any]:
-    patch("ingot.pipeline.incremental.fsync_folder").start()
+    patch("ingot.pipeline.incremental.begin_record").start()
     return ready_record(folder)
 
 

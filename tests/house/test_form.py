@@ -94,7 +94,6 @@ BOUNDARIES: dict[str, str] = {
     "ingot.data.engines.choose": "the one place that names all engines",
     "ingot.data.engines.spark": OPTIONAL,
     "ingot.data.sources.megatron": "a kind of source, which the table of doors names",
-    "ingot.data.sources.split_names": "how the hub reads splits out of the names of files",
     "ingot.models.hf.mxfp4": "a format of files, which nothing else knows",
     "ingot.models.nvidia": "what one vendor says of its devices",
     "ingot.parallel.replicate": "what torch's data parallelism asks of its compiler",

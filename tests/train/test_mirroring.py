@@ -145,7 +145,7 @@ def test_a_bucket_that_stays_away_ends_training_and_it_goes_on(
     with monkeypatch.context() as patch:
         # From the first step on.
         patch.setattr(
-            "ingot.train.trainer._announce",
+            "ingot.train.trainer.announce",
             lambda *arguments, **knobs: server.fault("insert", 10**6, code=503),
         )
         with pytest.raises(

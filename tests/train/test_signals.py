@@ -115,7 +115,7 @@ def test_while_loading_an_older_checkpoint_stands(root: Path) -> None:
     recipe = small_recipe(
         root, train__steps=4, chaos__kill_at=3, checkpoint__every=2, checkpoint__asynchronous=False
     )
-    slow = Slow(recipe, root, "ingot.train.trainer._announce", "pass")
+    slow = Slow(recipe, root, "ingot.train.trainer.announce", "pass")
     slow.process.communicate(timeout=60)
     (root / "reached").unlink()
     code, messages = Slow(recipe, root, "ingot.models.spec.create_model").ended(signal.SIGTERM)
