@@ -291,7 +291,8 @@ def _incomparable(recipe: Recipe, base: Path, folder: Path) -> str:
     if not is_adapter(base):
         return _label_mismatch(recipe, base)
     under, source = base_folder(base), source_folder(recipe.model)
-    if source is not None and model_hash(under) != model_hash(source):
+    is_it = source is None or under.resolve() == source.resolve()
+    if not is_it and model_hash(under) != model_hash(source):
         return (
             f"the adapter {base} names {under} as its model, which is not model.source"
             f" {recipe.model.source}; name that in its adapter_config.json"

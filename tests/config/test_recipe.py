@@ -108,6 +108,11 @@ def test_all_ways_to_hold_nothing_out_are_one(way: object) -> None:
             r"data\.validation\[1\]\.weight 3 has no effect",
         ),
         (
+            "data",
+            {"train": [{"source": "a"}, {"source": "wikipedia:simple", "split": "test"}]},
+            r"data\.train\[1\]\.split test has no effect on wikipedia:simple",
+        ),
+        (
             "train",
             {"average": {"kind": "last", "export": False}},
             r"train\.average\.export false leaves kind last without effect",
@@ -136,6 +141,7 @@ def test_all_ways_to_hold_nothing_out_are_one(way: object) -> None:
     ],
     ids=[
         "weight of what is held out",
+        "a split of what has none",
         "an average that nobody gets",
         "how often a training that stops goes back",
         "columns of no source",

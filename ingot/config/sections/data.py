@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, field_validator
+from pydantic import Discriminator, Field, Tag, ValidationInfo, field_validator
 
 from ingot.config.doors import CLEANING
 from ingot.config.section import ByKind, KindSettings, Positive, Section, Share
@@ -17,6 +17,8 @@ from ingot.config.sections.objective import CHAT_TEMPLATED, PLAIN, Documents
 
 MOST_STEPS = 200
 """What dropped a document is one byte of it."""
+WITHOUT_SPLITS = ("builtin", "bigquery", "megatron", "wikipedia")
+"""The kinds of sources that are read whole."""
 
 
 class SourceSettings(Section):
@@ -284,6 +286,21 @@ class Data(Section):
                 "data.validation is either a list of sources, `[{source: PATH}]`, or a share of the"
                 " documents, `{fraction: 0.01}`; give one of the two"
             )
+        return given
+
+    @field_validator("train", "validation")
+    @classmethod
+    def _with_splits(
+        cls, given: list[SourceSettings] | ValidationShare, info: ValidationInfo
+    ) -> list[SourceSettings] | ValidationShare:
+        """Only files and data sets of the hub tell splits apart."""
+        for number, source in enumerate(given if isinstance(given, list) else ()):
+            if source.split != "train" and source.scheme in WITHOUT_SPLITS:
+                raise ValueError(
+                    f"data.{info.field_name}[{number}].split {source.split} has no effect on"
+                    f" {source.source}, which has no splits and would be read whole; remove it, or"
+                    " give a source that is that split"
+                )
         return given
 
     @field_validator("validation")
