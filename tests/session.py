@@ -90,7 +90,8 @@ class Session:
 
 def leave_to_chance(items: list[pytest.Item], seed: str) -> None:
     """Of the tests with the same `drawn` mark, which prove alike things at length, all but one, or
-    as many as its `keep` says, count as slow; the seed decides which.
+    as many as its `keep` says, count as slow; the seed decides which. Of the groups that keep one,
+    every second seed leaves out even that: they are many, and half of all that is long.
     """
     groups: dict[str, list[pytest.Item]] = defaultdict(list)
     marks: dict[str, list[pytest.Mark]] = defaultdict(list)
@@ -104,7 +105,8 @@ def leave_to_chance(items: list[pytest.Item], seed: str) -> None:
     for name, group in groups.items():
         group.sort(key=lambda item: item.nodeid)
         keep = min(max(mark.kwargs.get("keep", 1) for mark in marks[name]), len(group))
-        drawn = random.Random(f"{seed} {name}").sample(range(len(group)), keep)
+        chance = random.Random(f"{seed} {name}")
+        drawn = chance.sample(range(len(group)), keep) if keep > 1 or chance.random() < 0.5 else []
         for place, item in enumerate(group):
             if place not in drawn:
                 item.add_marker(pytest.mark.slow)

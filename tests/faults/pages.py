@@ -14,8 +14,8 @@ PAGE = PROJECT / "docs" / "FAULTS.md"
 HEAD = """# Planted faults
 
 `make faults` plants these one at a time in a copy of the tree and runs the tests that `make test`
-runs, those first that see the changed file. `tests/faults` holds the table; a test keeps its texts
-true. Seconds are those until the first red test, process start included, on a busy machine.
+runs with one commit or another, those first that see the changed file. `tests/faults` holds the
+table; a test keeps its texts true. Seconds are those until the first red test, process start included, on a busy machine.
 """
 MUTANTS = "\n## Mechanical mutants\n\n"
 
