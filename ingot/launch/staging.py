@@ -15,12 +15,13 @@ from ingot.base.progress import say
 from ingot.base.remote.bucket import open_bucket
 from ingot.base.remote.index import read_index
 from ingot.base.remote.replica import push, would_delete
-from ingot.base.storage import is_remote, write_atomic
+from ingot.base.storage import write_atomic
 from ingot.cloud.regions import region_mismatch
 from ingot.config.load import dump_recipe
 from ingot.config.recipe import Recipe
 from ingot.launch.handles import find_handle, jobs_folder
 from ingot.launch.job import Job
+from ingot.launch.local_inputs import is_sent, local_folders, local_inputs
 from ingot.launch.rendezvous import clear_rendezvous
 from ingot.launch.run_folder_sync import pull_results
 from ingot.launch.supervisor.supervise import FRESH, FileStamp, committed_steps
@@ -176,20 +177,15 @@ def unreachable_inputs(recipe: Recipe, verb: str) -> list[str]:
             f"output {recipe.output} is a folder of this machine; give one relative to the working"
             " folder, such as runs"
         )
-    if verb in ("ingest", "run"):
-        reasons += [
-            f"data source {source} is a file of this machine; put it into the bucket, or run `ingot"
-            " ingest` here first"
-            for source in recipe.sources
-            if ":" not in source and not is_remote(source)
-        ]
-    if verb in ("prepare", "run"):
-        reasons += [
-            f"data.clean.contamination.against {source} is a file of this machine; put it into the"
-            " bucket, or run `ingot prepare` here first"
-            for source in recipe.data.clean.against
-            if ":" not in source and not is_remote(source)
-        ]
+    root = recipe.folder.root
+    for what, path, instead in local_inputs(recipe, verb):
+        if not is_sent(recipe, path):
+            elsewise = (
+                f"run `ingot {verb}` here first"
+                if verb in ("ingest", "prepare")
+                else f"put it into {root}, of which nodes get a copy"
+            )
+            reasons.append(f"{what} {path} lies on this machine alone; {instead}, or {elsewise}")
     if verb in ("prepare", "train", "evaluate", "run"):
         reasons += [
             f"{knob} {value} cannot be read by the nodes, which see no folder of this machine and"
@@ -197,24 +193,3 @@ def unreachable_inputs(recipe: Recipe, verb: str) -> list[str]:
             for knob, value in local_folders(recipe).items()
         ]
     return reasons
-
-
-def local_folders(recipe: Recipe) -> dict[str, str]:
-    """The models, tokenizers, adapters and checkpoints that the recipe names by a path or address,
-    by knob.
-    """
-    objective, lora = recipe.objective, recipe.model.lora
-    named: dict[str, str | None] = {
-        "model.source": recipe.model.source,
-        "tokenizer.source": recipe.tokenizer.source,
-        "evaluate.model": recipe.evaluate.model,
-        "objective.teacher": objective.teacher_source,
-        "objective.reference": objective.reference_source,
-        "model.lora.adapter": getattr(lora, "adapter", None),
-        "train.start_from": recipe.train.start_from,
-    }
-    return {
-        knob: value
-        for knob, value in named.items()
-        if value not in (None, "train", "none") and not value.startswith(("hf:", "preset:"))
-    }

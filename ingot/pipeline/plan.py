@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from ingot.base.errors import WrongInput
 from ingot.base.markers import fingerprint
 from ingot.base.remote.replica import replica_url
-from ingot.base.storage import is_remote
 from ingot.cloud.clients import GoogleClients
 from ingot.cloud.images import image_of
 from ingot.cloud.machines import accelerators_of, check_machine, machine_type, vertex_accelerator
@@ -20,8 +19,9 @@ from ingot.config.load import dump_recipe
 from ingot.config.recipe import Recipe
 from ingot.config.sections.deployment import StepPlace, Verb
 from ingot.config.sections.launch import Machine
+from ingot.launch.local_inputs import local_folders, local_inputs
 from ingot.launch.places.node_commands import accelerators_in_vain
-from ingot.launch.staging import local_folders, recipe_for_nodes
+from ingot.launch.staging import recipe_for_nodes
 from ingot.pipeline.steps import STEPS
 
 VERBS: tuple[Verb, ...] = ("ingest", "prepare", "train", "evaluate", "gate", "register", "deploy")
@@ -111,17 +111,9 @@ def submission_problems(recipe: Recipe) -> list[str]:
             f" Secret Manager and name it in cloud.secrets: {{{recipe.launch.secrets[0]}:"
             " secret:NAME}"
         )
-    named = [("data source", source) for source in recipe.sources]
-    named += [
-        (f"the {knob} of task {task.name}", value)
-        for task in recipe.tasks
-        for knob in ("source", "include")
-        if isinstance(value := getattr(task, knob, None), str)
-    ]
     found += [
-        f"{what} {value} lies on this machine; put it into the bucket and give gs://..."
-        for what, value in named
-        if _is_on_this_machine(value)
+        f"{what} {path} lies on this machine; {instead}"
+        for what, path, instead in local_inputs(recipe, "run")
     ]
     found += [
         f"{knob} {value} cannot be read by the pipeline's containers, which fetch models from the"
@@ -195,10 +187,6 @@ def _container_problems(recipe: Recipe, verb: Verb) -> list[str]:
         " vertex"
         for what in asked
     ]
-
-
-def _is_on_this_machine(source: str) -> bool:
-    return source.startswith("megatron:") or (not is_remote(source) and ":" not in source)
 
 
 def _planned(recipe: Recipe, verb: Verb) -> PlannedStep:

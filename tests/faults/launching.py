@@ -436,4 +436,12 @@ FAULTS = [
         "checks of ten thousand ranks take seconds and count as one, so hangs are found much later",
         "tests/launch/supervisor/test_hang_detection.py",
     ),
+    Fault(
+        "rewards-stay-at-home",
+        "ingot/launch/local_inputs.py",
+        "        for path in reward.files:\n",
+        "        for path in ():\n",
+        "machines are paid for a training whose rewards are files of this machine alone",
+        "tests/launch/test_staging.py",
+    ),
 ]

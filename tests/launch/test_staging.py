@@ -13,6 +13,7 @@ import pytest
 from ingot.base.errors import WrongInput
 from ingot.base.markers import write_marker
 from ingot.base.remote.bucket import open_bucket
+from ingot.base.remote.index import read_index
 from ingot.base.remote.replica import push
 from ingot.config.recipe import Recipe
 from ingot.launch import run_job
@@ -126,6 +127,70 @@ def test_what_lies_on_this_machine_alone_is_named(
     [reason] = unreachable_inputs(Recipe.model_validate(values), "train")
     assert told in reason
     assert ";" in reason
+
+
+JUDGED: dict[str, Any] = {
+    "objective": {
+        "kind": "grpo",
+        "group": 4,
+        "rewards": [
+            {"kind": "python", "function": "mine.py:score"},
+            {"kind": "json_schema", "file": "schema.json"},
+            {"kind": "classifier", "model": "runs/judge", "class_name": "good"},
+            {"kind": "python", "name": "installed", "function": "package.module:score"},
+        ],
+    },
+    "train.evaluate_every": 2,
+    "train.evaluate_tasks": ["watched"],
+    "evaluate.tasks": [
+        {"kind": "choice", "name": "watched", "source": "exam.jsonl"},
+        {"kind": "choice", "name": "later", "source": "file:///home/me/later.jsonl"},
+        {"kind": "choice", "name": "far", "source": "gs://bucket/exam.jsonl"},
+        {"kind": "lm_eval", "tasks": ["mine"], "include": "tasks"},
+        {"kind": "reward", "rewards": [{"kind": "python", "function": "other.py:score"}]},
+    ],
+    "tokenizer.template": "./my.jinja",
+}
+OF_TRAINING = ["mine.py", "schema.json", "runs/judge", "exam.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("verb", "read"),
+    [
+        ("ingest", ["text"]),
+        ("prepare", ["./my.jinja"]),
+        ("train", OF_TRAINING),
+        ("evaluate", ["exam.jsonl", "file:///home/me/later.jsonl", "tasks", "other.py"]),
+    ],
+)
+def test_a_job_elsewhere_reads_no_file_of_this_machine(
+    verb: str, read: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rewards, the items of tasks and a chat template too."""
+    knobs = {**JUDGED, "data.train": [{"source": "text"}]}
+    reasons = unreachable_inputs(recipe_in(tmp_path, monkeypatch, **knobs), verb)
+    assert [reason.partition(" lies on this machine")[0].split()[-1] for reason in reasons] == read
+
+
+def test_what_lies_in_the_run_folder_is_sent(
+    server: gcs.Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ["runs/small/judges/mine.py", "runs/small/../mine.py", "runs/small/checkpoints/mine.py"]
+    names += [str(tmp_path / "runs/small/mine.py"), "runs/small/.mine.py"]
+    rewards = [
+        {"kind": "python", "name": str(number), "function": f"{name}:score"}
+        for number, name in enumerate(names)
+    ]
+    knobs = {"objective": {"kind": "grpo", "group": 4, "rewards": rewards}}
+    recipe = recipe_in(tmp_path, monkeypatch, **knobs)
+    reasons = unreachable_inputs(recipe, "train")
+    assert [reason.partition(":")[0] for reason in reasons] == [f"reward {n}" for n in range(1, 5)]
+    for name in names:
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).touch()
+    stage_start(recipe, run_job.job_of(recipe, "train", distributed=True))
+    sent = read_index(open_bucket(MIRROR)).entries
+    assert [path for path in sent if path.endswith(".py")] == ["judges/mine.py", "mine.py"]
 
 
 def test_a_copy_of_a_checkpoint_in_the_bucket_is_none_of_them(

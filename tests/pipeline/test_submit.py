@@ -189,6 +189,22 @@ def test_no_secret_stands_in_what_is_sent(monkeypatch: pytest.MonkeyPatch) -> No
             {"data.train": "[{source: 'megatron:columns/old'}]"},
             "data source megatron:columns/old lies on this machine",
         ),
+        (
+            {"tokenizer.template": "mine.jinja"},
+            "tokenizer.template mine.jinja lies on this machine",
+        ),
+        (
+            {"data.clean.contamination": "{against: [items.jsonl]}"},
+            "data.clean.contamination.against items.jsonl lies on this machine",
+        ),
+        (
+            {
+                "evaluate.tasks": (
+                    "[{kind: reward, rewards: [{kind: python, function: 'mine.py:f'}]}]"
+                )
+            },
+            "reward python: mine.py lies on this machine",
+        ),
         ({"pipeline.steps": "{deploy: {launch: gce}}"}, "pipeline.steps.deploy.launch"),
         (
             {"launch.machine.disk_gb": 500},

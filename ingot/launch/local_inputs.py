@@ -1,0 +1,102 @@
+"""What a recipe names by a path of this machine: nodes that share no disk with it see none of them
+but those in the run folder, of which they get a copy.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from ingot.base.remote.index import NEVER_REPLICATED
+from ingot.config.doors import TEMPLATES
+from ingot.config.recipe import Recipe
+from ingot.config.sections.rewards import RewardSettings
+
+IN_BUCKET = "put it into the bucket and give gs://..."
+INSTEAD = {
+    "python": "install it in the image and give package.module:name",
+    "json_schema": "let each sample's `answer` be its schema",
+    "classifier": "let a server of yours judge, with kind http",
+    "lm_eval": "choose tasks that lm-evaluation-harness has itself",
+    "template": "choose a built-in one, or a tokenizer that brings it",
+}
+"""What to do instead where no bucket can be read, by the kind of reward or task."""
+
+
+class LocalInput(NamedTuple):
+    """One of them. `instead` says what its reader could be given."""
+
+    what: str
+    path: str
+    instead: str
+
+
+def local_inputs(recipe: Recipe, verb: str) -> list[LocalInput]:
+    """The files and folders of this machine that `verb` reads beside models and tokenizers
+    (`local_folders`); `run` stands for all verbs.
+    """
+    found, template = list[LocalInput](), recipe.tokenizer.template
+    if verb in ("ingest", "run"):
+        found += _sources("data source", recipe.sources)
+    if verb in ("prepare", "run"):
+        found += _sources("data.clean.contamination.against", recipe.data.clean.against)
+        if template is not None and template not in TEMPLATES.kinds():
+            found.append(LocalInput("tokenizer.template", template, INSTEAD["template"]))
+    if verb in ("train", "run"):
+        found += _rewards(recipe.objective)
+    for task in recipe.tasks:
+        if verb in ("evaluate", "run") or (
+            verb == "train" and task.name in recipe.train.evaluate_tasks
+        ):
+            instead = INSTEAD.get(task.kind, IN_BUCKET)
+            found += _sources(f"the source of task {task.name}", task.sources, instead)
+            found += _rewards(task)
+    return list(dict.fromkeys(found))
+
+
+def is_sent(recipe: Recipe, path: str) -> bool:
+    """Whether a path lies in the run folder, at a place that is copied to nodes."""
+    root, asked = recipe.folder.root, Path(os.path.normpath(path))
+    if asked.is_absolute() or not asked.is_relative_to(root):
+        return False
+    parts = asked.relative_to(root).parts
+    return parts[:1] != (NEVER_REPLICATED,) and not any(part.startswith(".") for part in parts)
+
+
+def local_folders(recipe: Recipe) -> dict[str, str]:
+    """The models, tokenizers, adapters and checkpoints that the recipe names by a path or address,
+    by knob.
+    """
+    objective, lora = recipe.objective, recipe.model.lora
+    named: dict[str, str | None] = {
+        "model.source": recipe.model.source,
+        "tokenizer.source": recipe.tokenizer.source,
+        "evaluate.model": recipe.evaluate.model,
+        "objective.teacher": objective.teacher_source,
+        "objective.reference": objective.reference_source,
+        "model.lora.adapter": getattr(lora, "adapter", None),
+        "train.start_from": recipe.train.start_from,
+    }
+    return {
+        knob: value
+        for knob, value in named.items()
+        if value not in (None, "train", "none") and not value.startswith(("hf:", "preset:"))
+    }
+
+
+def _sources(what: str, sources: Iterable[str], instead: str = IN_BUCKET) -> Iterator[LocalInput]:
+    for source in sources:
+        # Columns of Megatron are mapped into memory, so they lie on a disk.
+        if ":" not in source or source.startswith(("megatron:", "file://")):
+            yield LocalInput(what, source, instead)
+
+
+def _rewards(judged: object) -> Iterator[LocalInput]:
+    """What the rewards of an objective or a task read, if it has any."""
+    rewards: list[RewardSettings] = getattr(judged, "rewards", [])
+    for reward in rewards:
+        instead = INSTEAD.get(reward.kind, "take another reward")
+        for path in reward.files:
+            yield LocalInput(f"reward {reward.label}:", path, instead)
