@@ -97,6 +97,8 @@ def _task(
         submission=dsl.PIPELINE_JOB_NAME_PLACEHOLDER,
     )
     task.set_caching_options(False)
+    # The credentials of a container are of a project of Google's own, its tenant project.
+    task.set_env_variable("GOOGLE_CLOUD_PROJECT", plan.project)
     if plan.retries:
         task.set_retry(plan.retries, FIRST_DELAY, BACKOFF_FACTOR, MAX_DELAY)
     if (resources := planned.resources) is not None:

@@ -64,10 +64,11 @@ class PlannedStep:
 @dataclass(frozen=True)
 class PipelinePlan:
     """Everything the compiled pipeline contains. `recipe` is the text the steps read from the URL
-    `address`; `root` is the folder of the pipeline's own files.
+    `address`; `root` is the folder of the pipeline's own files. `project` is the user's own.
     """
 
     name: str
+    project: str
     recipe: str
     address: str
     replica: str
@@ -80,15 +81,18 @@ def plan(recipe: Recipe) -> PipelinePlan:
     """The plan of a recipe.
 
     Raises:
-        WrongInput: no bucket or image is set, or a step's place cannot be reached from a container.
+        WrongInput: no project, bucket or image is set, or a step's place cannot be reached from a
+            container.
     """
-    bucket = GoogleClients(recipe.cloud).bucket
+    google = GoogleClients(recipe.cloud)
+    bucket, project = google.bucket, google.project
     root = (recipe.pipeline.root or f"{bucket}/ingot/pipelines").rstrip("/")
     replica = replica_url(bucket, recipe.name)
     text = dump_recipe(recipe_for_nodes(recipe.model_copy(update={"output": OUTPUT}), replica))
     steps = tuple(_planned(recipe, verb) for verb in VERBS)
     return PipelinePlan(
         recipe.name,
+        project,
         text,
         f"{root}/recipes/{fingerprint(text)}.yaml",
         replica,

@@ -444,4 +444,12 @@ FAULTS = [
         "machines are paid for a training whose rewards are files of this machine alone",
         "tests/launch/test_staging.py",
     ),
+    Fault(
+        "a-tenants-project",
+        "ingot/pipeline/kubeflow.py",
+        '    task.set_env_variable("GOOGLE_CLOUD_PROJECT", plan.project)\n',
+        "",
+        "a pipeline without cloud.project looks for secrets and models in a project of Google's",
+        "tests/pipeline/test_submit.py",
+    ),
 ]

@@ -147,6 +147,23 @@ def test_another_recipe_gives_another_recipe_object_and_nothing_of_this_machine_
     )
 
 
+def test_containers_work_in_the_project_that_was_asked_and_not_in_one_of_google(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where it is that of the credentials, the recipe does not name it; those of a container are of
+    a tenant project.
+    """
+    given = (object(), "mine")
+    monkeypatch.setattr(clients, "_credentials", lambda endpoint: given)
+    submission = prepare_submission(recipe_for(Path("root"), None, **{"cloud.project": None}))
+    assert submission.google.parent == "projects/mine/locations/us-central1"
+    executors = submission.spec["deploymentSpec"]["executors"].values()
+    assert len(executors) == 7
+    for executor in executors:
+        named = {one["name"]: one["value"] for one in executor["container"]["env"]}
+        assert named == {"GOOGLE_CLOUD_PROJECT": "mine"}
+
+
 def test_no_secret_stands_in_what_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_very_secret")
     submission = prepare_submission(recipe_for(Path("root"), None, **ELSEWHERE))
