@@ -22,10 +22,11 @@ EXTRAS: dict[str, tuple[str, ...]] = {
         "wikipedia",
         "languages",
         "rouge",
+        "json-schema",
         "lm-eval",
         "float8",
     ),
-    "spark": ("gcp", "wikipedia", "languages"),
+    "spark": ("gcp", "datasets", "wikipedia", "languages"),
     "serve": ("gcp",),
 }
 CALLED = {"google-cloud-storage", "google-cloud-bigquery", "google-cloud-secret-manager", "gcsfs"}

@@ -452,4 +452,12 @@ FAULTS = [
         "a pipeline without cloud.project looks for secrets and models in a project of Google's",
         "tests/pipeline/test_submit.py",
     ),
+    Fault(
+        "an-image-without-the-hub",
+        "images/requirements.py",
+        '"spark": ("gcp", "datasets", "wikipedia", "languages")',
+        '"spark": ("gcp", "wikipedia", "languages")',
+        "every ingest of an hf: source on Dataproc ends with a package that its image lacks",
+        "tests/images/test_requirements.py",
+    ),
 ]

@@ -128,6 +128,35 @@ def test_pinned_versions_satisfy_what_is_asked_for(kind: str) -> None:
     assert sum(canonicalize_name(item.name) in pinned for item in wanted(kind)) > 8
 
 
+LEFT_OUT = {
+    "train": {
+        "spark": "Dataproc prepares with Spark, in an image of its own",
+        "mlflow": "it wants older shared packages than constraints.txt has",
+        "trackio": "it wants older shared packages than constraints.txt has",
+        "gguf": "llama.cpp's format is exported where a person types",
+    },
+    "spark": {"spark": "the service mounts it"},
+}
+"""Extras that a message of ingot names and an image lacks, and why."""
+
+
+@pytest.mark.parametrize(("kind", "room"), [("train", ""), ("spark", "data")])
+def test_an_image_has_every_extra_that_its_code_may_ask_for(kind: str, room: str) -> None:
+    """A recipe that needs one more must not fail on machines that are paid for."""
+    named = {
+        extra
+        for path in (PROJECT / "ingot" / room).rglob("*.py")
+        for extra in re.findall(r"ingot\[([a-z0-9-]+)\]", path.read_text(encoding="utf-8"))
+    }
+    extras = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
+    lines = extras["optional-dependencies"]
+    have = {str(requirement) for requirement in wanted(kind)}
+    lacking = {
+        extra for extra in named if not {str(Requirement(one)) for one in lines[extra]} & have
+    }
+    assert lacking == set(LEFT_OUT[kind])
+
+
 def test_a_kind_that_is_none_is_told() -> None:
     done = subprocess.run(
         [sys.executable, str(IMAGES / "requirements.py"), "triton"],
