@@ -32,8 +32,11 @@ _OLD = ("t4", "p4", "p100", "v100")
 """Accelerators without bfloat16."""
 _BRING_THEIRS = re.compile(r"^(?:a2|a3|a4|a4x|g2|g4)-")
 _COUNT = re.compile(r"-(\d+)g(?:-|$)")
-_G2 = {24: 2, 48: 4, 96: 8}
-"""Number of L4s of the larger g2 machines, by their processors; the others have one."""
+_BY_PROCESSORS = {
+    "g2": {24: 2, 48: 4, 96: 8},
+    "g4": {96: 2, 192: 4, 384: 8},
+}
+"""Accelerators of the larger machines of a series whose names count processors; others have one."""
 
 
 @dataclass(frozen=True)
@@ -354,8 +357,8 @@ def _accelerators(serve: Serve) -> int:
         )
     if found := _COUNT.search(machine.type):
         return int(found[1])
-    size = machine.type.rpartition("-")[2]
-    return _G2.get(int(size), 1) if size.isdecimal() else 1
+    series, size = machine.type.partition("-")[0], machine.type.rpartition("-")[2]
+    return _BY_PROCESSORS.get(series, {}).get(int(size), 1) if size.isdecimal() else 1
 
 
 def _check_triton(serve: Serve) -> None:

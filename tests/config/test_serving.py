@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from ingot.base.errors import Failed, WrongInput
+from ingot.cloud.machines import MACHINES
 from ingot.config.load import load_recipe
 from ingot.config.recipe import Recipe
 from ingot.config.sections.deployment import Serve
@@ -164,6 +165,20 @@ def test_a_machine_without_an_accelerator_is_refused(engine: str) -> None:
 def test_machines_that_bring_their_accelerators(machine: str, count: int) -> None:
     args = container_of(recipe("serve.engine=vllm", f"serve.machine.type={machine}")).args
     assert args[args.index("--tensor-parallel-size") + 1] == str(count)
+
+
+def test_every_machine_with_gpus_is_counted_as_the_table_of_machines_counts_it() -> None:
+    with_gpus = {
+        name: machine.accelerators
+        for name, machine in MACHINES.items()
+        if machine.accelerators and not machine.is_tpu
+    }
+    told = {}
+    for name in with_gpus:
+        serve = Serve(engine="triton", machine=Machine(type=name))
+        engine = json.loads(triton_repository("x", serve, "gs://b/m", "vllm")["x/1/model.json"])
+        told[name] = engine["tensor_parallel_size"]
+    assert told == with_gpus
 
 
 @pytest.mark.parametrize(

@@ -460,4 +460,12 @@ FAULTS = [
         "every ingest of an hf: source on Dataproc ends with a package that its image lacks",
         "tests/images/test_requirements.py",
     ),
+    Fault(
+        "g4-counted-as-g2",
+        "ingot/config/serving.py",
+        '    "g4": {96: 2, 192: 4, 384: 8},\n',
+        "",
+        "behind an endpoint vLLM uses one of the eight GPUs that are paid for",
+        "tests/config/test_serving.py",
+    ),
 ]
