@@ -468,4 +468,12 @@ FAULTS = [
         "behind an endpoint vLLM uses one of the eight GPUs that are paid for",
         "tests/config/test_serving.py",
     ),
+    Fault(
+        "a-triton-without-weights",
+        "ingot/registry/vertexai/resources.py",
+        'if engine == "triton" and not recipe.cloud.service_account:',
+        "if False:",
+        "an endpoint of Triton is made whose account may not read the weights",
+        "tests/registry/vertexai/test_registry.py",
+    ),
 ]

@@ -318,8 +318,9 @@ def _words(place: Place, engine: str) -> Recipe:
         "machine": {"type": "g2-standard-12"},
         "prompt": "once",
     }
-    own(place.registered("one", "a", 2.5, serve=serve)[0])
-    return place.registered("two", "b", 2.4, serve=serve)[0]
+    cloud = {"service_account": "server@proj.iam.gserviceaccount.com"}
+    own(place.registered("one", "a", 2.5, serve=serve, cloud=cloud)[0])
+    return place.registered("two", "b", 2.4, serve=serve, cloud=cloud)[0]
 
 
 @pytest.mark.drawn

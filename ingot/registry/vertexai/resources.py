@@ -38,7 +38,7 @@ def container_of(recipe: Recipe) -> ServingContainer:
 
     Raises:
         WrongInput: no image is set, it is outside Artifact Registry or in another region, or the
-            engine cannot use the machine.
+            engine cannot use the machine or read the model.
     """
     engine, container = recipe.serve.engine, serving.container_of(recipe)
     image = recipe.serve.image or (
@@ -54,6 +54,13 @@ def container_of(recipe: Recipe) -> ServingContainer:
         raise WrongInput(
             f"the image {image} lies in {found[1]}, cloud.region is {recipe.cloud.region}; build it"
             " there, or set serve.image"
+        )
+    # Google's own account may read the artifact alone, which holds Triton's repository; weights lie
+    # beside it.
+    if engine == "triton" and not recipe.cloud.service_account:
+        raise WrongInput(
+            "serve.engine triton reads the model's weights from cloud.bucket, and an endpoint's"
+            " default account may not; set cloud.service_account to one that may"
         )
     return ServingContainer(
         image,

@@ -38,6 +38,7 @@ from tests.registry.models import a_model, a_report, registered_folder, trained
 from tests.registry.vertex_place import IMAGE, Place, killed_at
 
 FOLDER = "ingot/models/words"
+ACCOUNT = {"service_account": "server@proj.iam.gserviceaccount.com"}
 
 
 def add(place: Place, model: str, value: float = 2.5) -> int:
@@ -495,7 +496,7 @@ def test_a_bucket_of_several_regions_will_do(place: Place) -> None:
 def test_each_engine_has_its_container(
     place: Place, serve: Any, image: str, args: list[str], health: str, predict: str
 ) -> None:
-    container = container_of(place.recipe(serve=serve))
+    container = container_of(place.recipe(serve=serve, cloud=ACCOUNT))
     assert (
         container.image,
         list(container.args[: len(args)]),
@@ -517,6 +518,19 @@ def test_an_engine_of_others_needs_its_image_where_endpoints_look(
         container_of(place.recipe(serve={"engine": engine, "machine": {"type": "g2-standard-12"}}))
 
 
+def test_a_triton_without_an_account_of_its_own_could_not_read_the_weights(place: Place) -> None:
+    serve = {
+        "engine": "triton",
+        "image": "us-docker.pkg.dev/p/r/t",
+        "machine": {"type": "g2-standard-12"},
+    }
+    with pytest.raises(
+        WrongInput, match=r"endpoint's default account may not; set cloud\.service_"
+    ):
+        container_of(place.recipe(serve=serve))
+    container_of(place.recipe(serve=serve, cloud=ACCOUNT))
+
+
 def test_a_triton_is_given_a_repository_and_not_the_bare_model(place: Place) -> None:
     serve = {
         "engine": "triton",
@@ -524,7 +538,8 @@ def test_a_triton_is_given_a_repository_and_not_the_bare_model(place: Place) -> 
         "machine": {"type": "g2-standard-12"},
     }
     folder = a_model(place.root / "models" / "a", "a")
-    VertexRegistry(place.recipe(serve=serve)).add("words", folder, a_report("a", 2.5), {})
+    recipe = place.recipe(serve=serve, cloud=ACCOUNT)
+    VertexRegistry(recipe).add("words", folder, a_report("a", 2.5), {})
     (uploaded,) = place.google.requests("ModelService.UploadModel")
     root = uploaded.model.artifact_uri.removeprefix(f"gs://{place.storage.bucket}/")
     files = {
@@ -586,7 +601,8 @@ def test_a_tritons_knobs_are_in_its_repository_and_so_in_its_version(place: Plac
             "machine": {"type": "g2-standard-12"},
             "max_batch": batch,
         }
-        made = VertexRegistry(place.recipe(serve=serve)).add("words", folder, a_report("a"), {})
+        recipe = place.recipe(serve=serve, cloud=ACCOUNT)
+        made = VertexRegistry(recipe).add("words", folder, a_report("a"), {})
         assert (made.number, made.engine) == (which, "triton")
         uris.append(place.state.models["ingot-words"][made.number].artifact_uri)
     assert uris[0] == uris[2] != uris[1]
