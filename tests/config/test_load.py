@@ -718,6 +718,15 @@ def test_a_bucket_is_understood_by_its_address() -> None:
         load_recipe((), [*given, "cloud.bucket=gs://b/folder"], environ={}, dotenv=None)
 
 
+@pytest.mark.parametrize("key", ["2team", "_team", "Ärzte", ""])
+def test_a_label_that_google_would_refuse_is_refused_as_it_is_read(key: str) -> None:
+    given = ["name=x", "data.train=[{source: y}]"]
+    labels = load_recipe((), [*given, "cloud.labels={team: a, Cost-2: b}"], environ={}, dotenv=None)
+    assert labels.cloud.labels == {"team": "a", "Cost-2": "b"}
+    with pytest.raises(WrongInput, match=f"key '{key}' must begin with a letter"):
+        load_recipe((), [*given, f"cloud.labels={{'{key}': a}}"], environ={}, dotenv=None)
+
+
 @pytest.mark.parametrize("value", [8, {}])
 def test_a_section_that_is_replaced_leaves_no_origins_below(value: Any) -> None:
     values = Values()

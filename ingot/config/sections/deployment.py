@@ -276,7 +276,9 @@ class Cloud(Section):
     ) = None
     """Bucket where runs, pipelines and models lie: its name, or `gs://NAME`."""
     service_account: str | None = None
-    """Account that jobs run as; the project's default when empty."""
+    """Account that jobs and endpoints run as; the project's default when empty, with which
+    `serve.engine: triton` could not read its model.
+    """
     repository: str | None = None
     """Docker repository of Artifact Registry where images lie."""
     network: str | None = None
@@ -306,7 +308,9 @@ class Cloud(Section):
     (`ingot/cloud/prices.yaml`, which says of what day it is).
     """
     labels: dict[str, str] = {}
-    """Labels on everything that is made, beside ours."""
+    """Labels on everything that is made, beside ours. A key begins with a letter; what else Google
+    does not take in keys and values becomes a hyphen.
+    """
     images: Images = Images()
     """Container images."""
     endpoint: Annotated[str, Field(pattern=r"^https?://")] | None = None
@@ -323,6 +327,13 @@ class Cloud(Section):
             raise ValueError(
                 f"{wrong[0]} must be a reference such as secret:NAME, not the secret itself"
             )
+        return value
+
+    @field_validator("labels")
+    @classmethod
+    def _keys_begin_with_a_letter(cls, value: dict[str, str]) -> dict[str, str]:
+        if wrong := [key for key in value if not re.match("[A-Za-z]", key)]:
+            raise ValueError(f"key {wrong[0]!r} must begin with a letter from a to z; rename it")
         return value
 
 
