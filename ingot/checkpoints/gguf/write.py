@@ -47,6 +47,11 @@ QUANTIZE = "llama-quantize"
 BLOCK = 32
 """Numbers that share a scale in q8_0."""
 
+NEVER_MERGED = ["<no> <merge>"]
+"""For a vocabulary without merges: llama.cpp wants a list, and a GGUF file has no empty one. These
+are never merged, since merging begins with single characters.
+"""
+
 Array = npt.NDArray[Any]
 
 
@@ -159,7 +164,7 @@ class _GgufModel:
         import gguf
 
         writer = gguf.GGUFWriter(path, self.architecture.name)
-        _about(writer, kind, _usable(name, vocabulary), lineage)
+        _about(writer, kind, _usable(name), lineage)
         for key, value in self.metadata.items():
             _add(writer, f"{self.architecture.name}.{key}", value)
         _add_vocabulary(writer, vocabulary)
@@ -262,10 +267,11 @@ def _about(writer: Any, kind: str, name: str, lineage: dict[str, Any]) -> None:
             writer.add_string(f"ingot.{key}", str(lineage[key]))
 
 
-def _usable(name: str, vocabulary: GgufVocabulary) -> str:
-    """llama.cpp changes tokens of Phi-3 by the model's name, and fails where they are not there."""
-    looks = any(each in name.lower() for each in ("phi3", "phi-3"))
-    return "ingot" if looks and "</s>" not in vocabulary.tokens else name
+def _usable(name: str) -> str:
+    """llama.cpp has tokens absorb blanks, as Phi-3's do, where a model is named so, and fails where
+    it lacks one of them.
+    """
+    return "ingot" if any(each in name.lower() for each in ("phi3", "phi-3")) else name
 
 
 def _add(writer: Any, key: str, value: Any) -> None:
@@ -285,7 +291,7 @@ def _add_vocabulary(writer: Any, vocabulary: GgufVocabulary) -> None:
     if vocabulary.scores:
         writer.add_token_scores(vocabulary.scores)
     else:
-        writer.add_token_merges(vocabulary.merges)
+        writer.add_token_merges(vocabulary.merges or NEVER_MERGED)
     for name, index in vocabulary.special.items():
         writer.add_uint32(f"tokenizer.ggml.{name}", index)
     writer.add_add_bos_token(vocabulary.adds_bos)

@@ -89,8 +89,12 @@ def tokenizer() -> Tokenizer:
     return train_bpe(["the bright copper melts and the mould cools slowly 12 345 " * 3] * 20, 400)
 
 
-def family(folder: Path, name: str, **more: Any) -> tuple[Path, Decoder]:
-    """A random model of a family and its folder; its norms and biases are not what they begin as."""
+def family(
+    folder: Path, name: str, *, run: str = "", words: Tokenizer | None = None, **more: Any
+) -> tuple[Path, Decoder]:
+    """A random model of a family and its folder; its norms and biases are not what they begin as.
+    `words`: a tokenizer of the same size.
+    """
     torch.set_num_threads(1)
     vocab_size = tokenizer().vocab_size + UNUSED_IDS
     values = {**_SIZES, **FAMILIES[name], "vocab_size": vocab_size, **more}
@@ -102,5 +106,7 @@ def family(folder: Path, name: str, **more: Any) -> tuple[Path, Decoder]:
         if weight.dim() == 1:
             seeded = torch.Generator().manual_seed(len(key))
             weight.data += 0.3 * torch.randn(weight.shape, generator=seeded)
-    export_model(model, tokenizer(), folder / name, export_type="fp32", lineage={"run": name})
+    lineage = {"run": run or name}
+    words = words or tokenizer()
+    export_model(model, words, folder / name, export_type="fp32", lineage=lineage)
     return folder / name, model.eval()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 import subprocess
@@ -15,6 +16,7 @@ from ingot.checkpoints.gguf.families import ARCHITECTURES
 from ingot.checkpoints.gguf.write import export_gguf
 from ingot.cli.carry import write_gguf
 from ingot.config.models.lineage import read_lineage
+from ingot.tokenizers.tokenizer import Tokenizer
 from tests.checkpoints.gguf.small import FAMILIES, TEXT, family, tokenizer
 from tests.lazy import lazy
 from tests.tolerances import LLAMA_CPP
@@ -198,10 +200,8 @@ def test_the_verb(
     assert "21 tensors, q8_0, read back and compared" in err
 
 
-def answered(path: Path, text: str, tops: int) -> tuple[int, dict[int, float]]:
-    """The number of ids that llama.cpp gives a text, and log-probabilities of the likeliest next
-    tokens.
-    """
+def opened(path: Path) -> Any:
+    """The file in llama.cpp's server."""
     llama_cpp: Any = pytest.importorskip(
         "xllamacpp", reason="llama.cpp is not here (pip install xllamacpp)"
     )
@@ -210,8 +210,22 @@ def answered(path: Path, text: str, tops: int) -> tuple[int, dict[int, float]]:
     about.cpuparams.n_threads, about.verbosity, about.n_gpu_layers = 1, 0, 0
     about.cache_type_k = about.cache_type_v = llama_cpp.ggml_type.GGML_TYPE_F32
     about.flash_attn_type = llama_cpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    return llama_cpp.Server(about)
+
+
+def counted(path: Path, text: str) -> int:
+    """The number of ids that llama.cpp gives a text."""
+    asked = {"prompt": text, "max_tokens": 1, "temperature": 0.0}
+    count: int = opened(path).handle_completions(asked)["usage"]["prompt_tokens"]
+    return count
+
+
+def answered(path: Path, text: str, tops: int) -> tuple[int, dict[int, float]]:
+    """The number of ids that llama.cpp gives a text, and log-probabilities of the likeliest next
+    tokens.
+    """
     asked = {"prompt": text, "max_tokens": 1, "temperature": 0.0, "logprobs": tops}
-    answer = llama_cpp.Server(about).handle_completions(asked)
+    answer = opened(path).handle_completions(asked)
     (token,) = answer["choices"][0]["logprobs"]["content"]
     found = {top["id"]: top["logprob"] for top in token["top_logprobs"]}
     return answer["usage"]["prompt_tokens"], found
@@ -240,6 +254,28 @@ def answers_alike(root: Path, name: str) -> None:
 
 def test_llama_cpp_answers_as_the_model_does(tmp_path: Path) -> None:
     answers_alike(tmp_path, "llama")
+
+
+def test_llama_cpp_opens_a_vocabulary_without_merges(tmp_path: Path) -> None:
+    state = json.loads(tokenizer().files["tokenizer.json"])
+    state["model"]["merges"] = []
+    bytes_alone = Tokenizer({**tokenizer().files, "tokenizer.json": json.dumps(state)})
+    folder, _ = family(tmp_path, "llama", words=bytes_alone)
+    export_gguf(folder, tmp_path / "m.gguf", "f16", overwrite=False)
+    assert counted(tmp_path / "m.gguf", TEXT) == len(bytes_alone.encode_prompt(TEXT))
+
+
+def test_llama_cpp_opens_a_model_that_is_called_phi_3(tmp_path: Path) -> None:
+    """It looks for Phi-3's tokens by that name, and has others absorb what follows them."""
+    files = {
+        name: content.replace("<|end_of_text|>", "</s>") if isinstance(content, str) else content
+        for name, content in tokenizer().files.items()
+    }
+    folder, _ = family(tmp_path, "llama", run="my-Phi-3-student", words=Tokenizer(files))
+    export_gguf(folder, tmp_path / "m.gguf", "f16", overwrite=False)
+    told = {name: field.contents() for name, field in read(tmp_path / "m.gguf").fields.items()}
+    assert (told["general.name"], told["ingot.run"]) == ("ingot", "my-Phi-3-student")
+    assert counted(tmp_path / "m.gguf", "</s>\n") == 3
 
 
 @pytest.mark.drawn("a family in llama.cpp")
