@@ -1045,4 +1045,28 @@ FAULTS = [
         "a model exported during an evaluation gets the figures of the one before it",
         "tests/evaluate/test_evaluate.py",
     ),
+    Fault(
+        "gguf-without-an-end",
+        "ingot/checkpoints/gguf/vocabulary.py",
+        '        "eos_token_id": _end(tokenizer, stops, spelled),\n',
+        '        "eos_token_id": tokenizer.special.eos,\n',
+        "a model without EOS stops in llama.cpp at an ordinary token",
+        "tests/checkpoints/gguf/test_vocabulary.py",
+    ),
+    Fault(
+        "gguf-blanks-come-back",
+        "ingot/checkpoints/gguf/vocabulary.py",
+        "    _check_blanks(tokenizer, state, chat)\n",
+        "",
+        "chats have other ids in llama.cpp, where no token absorbs the blanks beside it",
+        "tests/checkpoints/gguf/test_vocabulary.py",
+    ),
+    Fault(
+        "gguf-called-phi-3",
+        "ingot/checkpoints/gguf/write.py",
+        "_about(writer, kind, _usable(name), lineage)",
+        "_about(writer, kind, name, lineage)",
+        "llama.cpp changes tokens of a model by its name, or does not open it",
+        "tests/checkpoints/gguf/test_write.py",
+    ),
 ]

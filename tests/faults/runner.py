@@ -213,7 +213,16 @@ def _be_pytest(folder: Path, tests: Sequence[str], told: Path, without: Sequence
     deselected = [word for test in without for word in ("--deselect", test)]
     code = 3
     try:
-        arguments = ["-x", "-q", "-m", "not slow or drawn", "-p", "no:cacheprovider", *deselected, *tests]
+        arguments = [
+            "-x",
+            "-q",
+            "-m",
+            "not slow or drawn",
+            "-p",
+            "no:cacheprovider",
+            *deselected,
+            *tests,
+        ]
         code = int(pytest.main(arguments, plugins=[_First(told)]))
     finally:
         os._exit(code)

@@ -11,9 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ingot.base.errors import WrongInput
+from ingot.base.progress import say
 from ingot.tokenizers.chats.encode import stop_tokens
 from ingot.tokenizers.sentencepiece_backend import (
     BPE,
+    BYTE,
     CONTROL,
     NORMAL,
     UNUSED,
@@ -44,6 +46,13 @@ _BY_REGEX = {
 """Names of llama.cpp, by the expression that splits a text and whether a word that is a token as a
 whole is taken without merging."""
 _GPT2, _DIGITS = "gpt-2", "smollm"
+_ABSORBING = ("lstrip", "rstrip", "single_word")
+"""What tokenizer.json can say of an added token, and a GGUF file cannot."""
+_CHAT = [
+    {"role": "user", "content": "a b"},
+    {"role": "assistant", "content": "c d"},
+    {"role": "user", "content": "e"},
+]
 
 
 @dataclass(frozen=True)
@@ -81,7 +90,7 @@ def vocabulary_of(tokenizer: Tokenizer, size: int) -> GgufVocabulary:
     stops = [stop for stop in stop_tokens(tokenizer) if stop != tokenizer.special.eos]
     ids = {
         "bos_token_id": tokenizer.special.bos,
-        "eos_token_id": tokenizer.special.eos,
+        "eos_token_id": _end(tokenizer, stops, spelled),
         "eot_token_id": stops[0] if stops else None,
         "padding_token_id": tokenizer.special.pad,
     }
@@ -90,12 +99,20 @@ def vocabulary_of(tokenizer: Tokenizer, size: int) -> GgufVocabulary:
         "adds_bos": tokenizer.adds_bos,
         "template": tokenizer.template,
     }
+    chat = _chat_ids(tokenizer)
+    if tokenizer.adds_bos and chat and chat[0] != tokenizer.special.bos:
+        say(
+            f"note: {tokenizer.where}: llama.cpp puts {tokenizer.named['bos_token']} before each"
+            " chat, which the chat template does not; start it with --override-kv"
+            " tokenizer.ggml.add_bos_token=bool:false"
+        )
     if model is not None and not is_ranks(data):
         return _pieces(tokenizer, data, tokens, kinds, about)
     if "tokenizer.json" not in tokenizer.files or model is not None:
         raise _unknown(tokenizer, "it is a file of tiktoken ranks")
     text = tokenizer.files["tokenizer.json"]
     state = json.loads(text)
+    _check_blanks(tokenizer, state, chat)
     merges = [
         each if isinstance(each, str) else " ".join(each)
         for each in state["model"].get("merges", [])
@@ -103,6 +120,53 @@ def vocabulary_of(tokenizer: Tokenizer, size: int) -> GgufVocabulary:
     return GgufVocabulary(
         "gpt2", _way_of_splitting(tokenizer, state), tokens, kinds, [], merges, **about
     )
+
+
+def _end(tokenizer: Tokenizer, stops: Sequence[int], spelled: Sequence[str | None]) -> int:
+    """EOS; where there is none the end of a turn, or an id that is never generated. Without one
+    llama.cpp would stop at its default, an ordinary token here.
+    """
+    unused = next((index for index, text in enumerate(spelled) if text is None), None)
+    turn = stops[0] if stops else None
+    for found in (tokenizer.special.eos, turn, tokenizer.special.pad, unused):
+        if found is not None:
+            return found
+    raise WrongInput(
+        f"{tokenizer.where} has neither EOS nor padding, and llama.cpp would stop at an ordinary"
+        " token; name one in tokenizer_config.json, or export it with --format hf"
+    )
+
+
+def _chat_ids(tokenizer: Tokenizer) -> list[int]:
+    """The ids of a chat by the template; [] where there is none, or it refuses such a chat."""
+    if tokenizer.template is None:
+        return []
+    try:
+        return tokenizer.encode_chat(_CHAT)
+    except WrongInput:
+        return []
+
+
+def _check_blanks(tokenizer: Tokenizer, state: Mapping[str, Any], chat: list[int]) -> None:
+    """llama.cpp finds added tokens as they are spelled, and keeps the blanks beside them.
+
+    Raises:
+        WrongInput: some absorb blanks that the chat template itself writes.
+    """
+    added = state.get("added_tokens") or []
+    odd = [one["content"] for one in added if any(one.get(name) for name in _ABSORBING)]
+    if not odd:
+        return
+    plain = [{**one, **dict.fromkeys(_ABSORBING, False)} for one in added]
+    text = json.dumps({**state, "added_tokens": plain})
+    as_there = Tokenizer({**tokenizer.files, "tokenizer.json": text}, tokenizer.where)
+    what = f"{tokenizer.where}: its tokens {', '.join(odd[:3])} absorb blanks or stand for words"
+    if _chat_ids(as_there) != chat:
+        raise WrongInput(
+            f"{what}, and chats would have other ids in llama.cpp, which does not know that; export"
+            " it with --format hf"
+        )
+    say(f"note: {what}, which llama.cpp does not know: beside them its ids may be others")
 
 
 def _way_of_splitting(tokenizer: Tokenizer, state: Mapping[str, Any]) -> str:
@@ -148,6 +212,8 @@ def _pieces(
         raise _unknown(tokenizer, "it is a unigram model")
     if model.charsmap or model.remove_extra_whitespaces or model.whitespace_as_suffix:
         raise _unknown(tokenizer, "it changes a text before it splits it")
+    if sum(piece.kind == BYTE for piece in model.pieces) < 256:
+        raise _unknown(tokenizer, "it lacks pieces for single bytes")
     scores = [-10_000.0] * len(tokens)
     for index, piece in enumerate(model.pieces[: len(tokens)]):
         if tokens[index] == piece.text:

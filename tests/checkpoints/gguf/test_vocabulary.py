@@ -11,7 +11,7 @@ from ingot.base.errors import WrongInput
 from ingot.checkpoints.gguf.vocabulary import _GPT4O, _QWEN, _TEKKEN, vocabulary_of
 from ingot.tokenizers.tiktoken_backend import SPLIT
 from ingot.tokenizers.tokenizer import Tokenizer
-from tests.checkpoints.gguf.small import tokenizer
+from tests.checkpoints.gguf.small import UNUSED_IDS, tokenizer
 from tests.tokenizers.models import pieces_file, ranks_file
 
 BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
@@ -87,3 +87,74 @@ def test_sentencepiece_has_scores_in_place_of_merges() -> None:
     for refused in (pieces_file("unigram"), ranks_file()):
         with pytest.raises(WrongInput, match="does not know this tokenizer's way"):
             vocabulary_of(Tokenizer({"tokenizer.model": refused}), 600)
+
+
+def test_what_is_no_piece_is_bytes_there() -> None:
+    """Where these are not in the vocabulary, llama.cpp ends."""
+    given = pieces_file("bpe", byte_fallback=False, vocab_size=120)
+    with pytest.raises(WrongInput, match="it lacks pieces for single bytes"):
+        vocabulary_of(Tokenizer({"tokenizer.model": given}), 120)
+
+
+def configured(template: str | None = None, *without: str, **added: bool) -> Tokenizer:
+    """The trained tokenizer with a chat template, without tokens that its configuration names, and
+    with what is said of its added tokens.
+    """
+    files = dict(tokenizer().files)
+    config = json.loads(files["tokenizer_config.json"]) | {"chat_template": template}
+    state = json.loads(files["tokenizer.json"])
+    for one in state["added_tokens"]:
+        one.update(added)
+    files["tokenizer.json"] = json.dumps(state)
+    kept = {name: value for name, value in config.items() if name not in without}
+    return Tokenizer({**files, "tokenizer_config.json": json.dumps(kept)})
+
+
+TURNS = (
+    "{% for m in messages %}<|begin_of_text|>{{ m.role }}\n{{ m.content }}<|pad|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|begin_of_text|>assistant\n{% endif %}"
+)
+
+
+def test_a_model_without_eos_does_not_end_at_an_ordinary_token() -> None:
+    """llama.cpp takes its id 11, or 2 of SentencePiece, where a file names none."""
+    size = tokenizer().vocab_size
+    pad = tokenizer().special.pad
+
+    def end(given: Tokenizer, unused: int = UNUSED_IDS) -> int:
+        return vocabulary_of(given, size + unused).special["eos_token_id"]
+
+    assert end(configured()) == tokenizer().special.eos
+    assert end(configured(None, "eos_token")) == pad
+    assert end(configured(None, "eos_token", "pad_token")) == size
+    turn = configured(TURNS.replace("<|pad|>", "<|end_of_text|>"), "eos_token", "pad_token")
+    assert end(turn, 0) == tokenizer().special_ids["<|end_of_text|>"]
+    with pytest.raises(WrongInput, match="has neither EOS nor padding"):
+        end(configured(None, "eos_token", "pad_token"), 0)
+
+
+@pytest.mark.parametrize("flag", ["lstrip", "rstrip"])
+def test_tokens_that_absorb_blanks_of_the_template_are_refused(
+    flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    vocabulary_of(configured(TURNS), 400)
+    assert "absorb" not in capsys.readouterr().err
+    turns = TURNS.replace("\n<|", "|") if flag == "rstrip" else TURNS.replace("|>\n", "|> \n")
+    with pytest.raises(WrongInput, match="absorb blanks or stand for words, and chats would have"):
+        vocabulary_of(configured(turns, **{flag: True}), 400)
+    tight = TURNS.replace("<|pad|>\n", "<|pad|>")
+    for template in (tight, None):
+        vocabulary_of(configured(template, **{flag: True}), 400)
+        assert "which llama.cpp does not know: beside them its ids may be others" in (
+            capsys.readouterr().err
+        )
+
+
+def test_a_bos_that_the_template_does_not_write_is_told(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    vocabulary_of(configured(TURNS), 400)
+    vocabulary_of(configured(None), 400)
+    assert "before each chat" not in capsys.readouterr().err
+    vocabulary_of(configured("{{ messages[-1].content }}"), 400)
+    assert "llama.cpp puts <|begin_of_text|> before each chat" in capsys.readouterr().err
