@@ -27,6 +27,7 @@ from ingot.base.remote.replica import pull, replica_url
 from ingot.cloud.builds import FOLDER, BakedParts
 from ingot.cloud.clients import GoogleClients
 from ingot.cloud.images import ImageKind
+from ingot.config.models.lineage import tell_earlier_model
 from ingot.config.recipe import Recipe
 
 PACKAGE = Path(ingot.__file__).resolve().parent
@@ -235,6 +236,8 @@ def _files(
         raise WrongInput(
             f"{root / absent[0]} is not there, {where}; run `ingot {MADE_BY[what]}` first"
         )
+    if what == "model":
+        tell_earlier_model(recipe.folder)
     place = PurePosixPath() if kind == "serve" else _inside(recipe)
     found = (
         path

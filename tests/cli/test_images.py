@@ -13,6 +13,8 @@ import pytest
 
 from ingot.base.errors import WrongInput
 from ingot.base.remote.replica import push, replica_url
+from ingot.base.reports import BEGUN
+from ingot.base.runfolder import RunFolder
 from ingot.cli.app import app
 from ingot.cloud import builds, clients
 from tests import gcs
@@ -130,6 +132,21 @@ def test_model_and_data_of_a_run_go_where_the_image_looks_for_them(
         name: f"content of {name}" for name in ("model/config.json", "model/model.safetensors")
     }
     assert f"{HERE}/ingot-train:run-docs" in service.pushed
+
+
+def test_the_model_of_an_earlier_training_is_told_before_it_goes_into_an_image(
+    build: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = a_run(tmp_path / "runs" / "docs")
+    (root / "model" / "ingot.json").write_text('{"step": 4}')
+    steps = RunFolder(root).steps
+    steps.mkdir(parents=True)
+    (steps / "train.json").write_text(BEGUN)
+    build("train", "--with", "data", "--dry-run")
+    told = "`train` was begun in runs/docs and has not ended, so runs/docs/model (step 4) may be an"
+    assert told not in capsys.readouterr().err
+    build("serve", "--with", "model", "--dry-run")
+    assert f"note: {told} earlier training's" in capsys.readouterr().err
 
 
 def test_what_is_not_here_comes_from_the_replica(

@@ -476,4 +476,12 @@ FAULTS = [
         "an endpoint of Triton is made whose account may not read the weights",
         "tests/registry/vertexai/test_registry.py",
     ),
+    Fault(
+        "an-earlier-model-in-the-image",
+        "ingot/cloud/build_inputs.py",
+        "        tell_earlier_model(recipe.folder)\n",
+        "        pass\n",
+        "an image for serving is built with an earlier training's model, and nobody is told",
+        "tests/cli/test_images.py",
+    ),
 ]
