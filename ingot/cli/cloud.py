@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 images = typer.Typer(no_args_is_help=True, help="Container images for training, Spark and serving.")
 
 CUDA, NO_CUDA = "cu126", "cpu"
+KEPT = (
+    "registered versions keep the image that they were registered with; to serve with this one, set"
+    " serve.image to NAME@sha256:..., and register again"
+)
 _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}", re.ASCII)
 
 
@@ -95,6 +99,8 @@ def build(
         return 0
     for image in builds.run_build(google, request):
         print(f"{image.name} {image.digest}")
+    if "serve" in kinds and recipe.registry.kind == "vertex":
+        say(f"note: {KEPT}")
     return 0
 
 

@@ -149,6 +149,15 @@ def test_the_model_of_an_earlier_training_is_told_before_it_goes_into_an_image(
     assert f"note: {told} earlier training's" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("registry", ["vertex", "local"])
+def test_a_new_image_for_serving_is_not_yet_what_serves(
+    build: Callable[..., int], capsys: pytest.CaptureFixture[str], registry: str
+) -> None:
+    build("serve", f"registry.kind={registry}")
+    told = "registered versions keep the image that they were registered with"
+    assert (told in capsys.readouterr().err) == (registry == "vertex")
+
+
 def test_what_is_not_here_comes_from_the_replica(
     service: fake.State, build: Callable[..., int], tmp_path: Path
 ) -> None:

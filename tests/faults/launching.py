@@ -484,4 +484,12 @@ FAULTS = [
         "an image for serving is built with an earlier training's model, and nobody is told",
         "tests/cli/test_images.py",
     ),
+    Fault(
+        "an-image-that-never-serves",
+        "ingot/registry/vertexai/registry.py",
+        "found.number, spec.container.image)) is not None:",
+        "found.number, spec.container.image)) is None:",
+        "a model is registered again with a new image, the old one serves, and nobody is told",
+        "tests/registry/vertexai/test_registry.py",
+    ),
 ]

@@ -43,6 +43,7 @@ from ingot.registry.vertexai.resources import (
     ENGINE,
     KEY,
     ServingSpec,
+    kept_image,
     label,
     model_key,
     resource_id,
@@ -167,6 +168,8 @@ class VertexRegistry:
                 found = self._found(name, key, spec.mark)
             else:
                 self._relabel(found, report)
+                if (told := kept_image(name, found.number, spec.container.image)) is not None:
+                    say(f"note: {told}")
         if found is None:
             raise Failed(
                 f"{name} was registered and is not there; see {self.place}, and run the same"

@@ -82,6 +82,19 @@ def serving_spec(recipe: Recipe, model: str) -> ServingSpec:
     )
 
 
+def kept_image(name: str, number: int, image: str) -> str | None:
+    """That a version which is there already may not serve with what a tag names now, in words: the
+    service copies the image when a version is made. None for an image by its digest.
+    """
+    if "@" in image:
+        return None
+    return (
+        f"{name} v{number} was registered before and serves with what {image} was then; to serve"
+        " with one that was built since, set serve.image to NAME@sha256:... (`ingot images build`"
+        " prints it), and register again"
+    )
+
+
 def machine_resources(recipe: Recipe) -> EndpointResources:
     """The machines of an endpoint.
 

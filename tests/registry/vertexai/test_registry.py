@@ -589,6 +589,24 @@ def test_another_container_of_the_same_files_is_a_new_version(place: Place) -> N
     assert len(versions) == 2
 
 
+def test_a_version_keeps_its_image_and_that_is_told(
+    place: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its tag may name another one by now, which neither registering nor deploying would serve."""
+    pinned = f"{IMAGE.removesuffix(':latest')}@sha256:{'1' * 64}"
+    folder = a_model(place.root / "models" / "a", "a")
+    for image, number, told in (
+        (IMAGE, 1, False),
+        (IMAGE, 1, True),
+        (pinned, 2, False),
+        (pinned, 2, False),
+    ):
+        registry = VertexRegistry(place.recipe(serve={"image": image}))
+        assert registry.add("words", folder, a_report("a"), {}).number == number
+        said = f"words v{number} was registered before and serves with what {image} was then"
+        assert (said in capsys.readouterr().err) == told
+
+
 def test_a_tritons_knobs_are_in_its_repository_and_so_in_its_version(place: Place) -> None:
     """Its arguments are the same whatever the knobs; each version must have a repository of its
     own.
