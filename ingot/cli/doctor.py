@@ -167,11 +167,11 @@ def _torch() -> Iterator[MachineFinding]:
         yield MachineFinding("torch", False, str(error).splitlines()[0][:80], get, needed=True)
         return
     yield MachineFinding("torch", True, torch.__version__, needed=True)
-    if torch.accelerator.is_available():
-        kind = torch.accelerator.current_accelerator()
-        count = torch.accelerator.device_count()
-        name = torch.cuda.get_device_name(0) if torch.cuda.is_available() else str(kind)
-        yield MachineFinding("accelerator", True, f"{count} x {name}")
+    from ingot.models.device import accelerator, accelerator_count, unused_accelerator
+
+    if kind := accelerator():
+        name = torch.cuda.get_device_name(0) if torch.cuda.is_available() else kind
+        yield MachineFinding("accelerator", True, f"{accelerator_count()} x {name}")
     elif shutil.which("nvidia-smi"):
         yield MachineFinding(
             "accelerator",
@@ -183,7 +183,7 @@ def _torch() -> Iterator[MachineFinding]:
         yield MachineFinding(
             "accelerator",
             False,
-            f"none; training runs on {os.cpu_count()} CPU cores",
+            f"{unused_accelerator() or 'none'}; training runs on {os.cpu_count()} CPU cores",
             "a machine with a GPU, for models above some 50 M parameters",
         )
 

@@ -48,13 +48,39 @@ def kernel_type(device: torch.device) -> str:
     return _planned or device.type
 
 
+# What torch copies to MPS without waiting it may read when its memory is someone else's already.
+UNUSED = {"mps": "Apple's GPU is not used, on which torch has no float64 and no collectives"}
+"""Types of accelerator that torch offers and nothing is computed on, and what is said of each."""
+
+
+def accelerator() -> str | None:
+    """The type of this machine's accelerators; None if there is none that is computed on."""
+    kind = _offered()
+    return None if kind in UNUSED else kind
+
+
+def unused_accelerator() -> str | None:
+    """What is said where this machine has an accelerator that is not computed on."""
+    return UNUSED.get(_offered() or "")
+
+
+def _offered() -> str | None:
+    if not torch.accelerator.is_available():
+        return None
+    kind = torch.accelerator.current_accelerator()
+    return None if kind is None else kind.type
+
+
+def accelerator_count() -> int:
+    """How many of them this machine has."""
+    return torch.accelerator.device_count() if accelerator() else 0
+
+
 def pick_device(local_rank: int = 0) -> torch.device:
     """This rank's accelerator, or the CPU if there is none."""
-    if torch.accelerator.is_available():
-        kind = torch.accelerator.current_accelerator()
-        assert kind is not None
-        torch.accelerator.set_device_index(local_rank % torch.accelerator.device_count())
-        return torch.device(kind.type, torch.accelerator.current_device_index())
+    if kind := accelerator():
+        torch.accelerator.set_device_index(local_rank % accelerator_count())
+        return torch.device(kind, torch.accelerator.current_device_index())
     return torch.device("cpu")
 
 

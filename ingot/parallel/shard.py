@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ingot.base.errors import WrongInput
+from ingot.models.device import accelerator
 from ingot.models.native.decoder import Decoder
 from ingot.models.native.experts import Experts
 from ingot.models.parameters import is_dtensor
@@ -75,11 +76,7 @@ def shard_weights(
     policy = MixedPrecisionPolicy(
         param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=False
     )
-    waiting = (
-        CPUOffloadPolicy(pin_memory=torch.accelerator.is_available())
-        if offload
-        else OffloadPolicy()
-    )
+    waiting = CPUOffloadPolicy(pin_memory=accelerator() is not None) if offload else OffloadPolicy()
     unit = partial(fully_shard, mp_policy=policy, offload_policy=waiting)
     if experts is not None:
         # Units of their own, within that of their layer: their gradients come from the rows of all

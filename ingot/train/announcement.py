@@ -9,7 +9,13 @@ import torch
 from ingot.base.progress import say
 from ingot.checkpoints.store import CommittedCheckpoint
 from ingot.config.recipe import Recipe
-from ingot.models.device import Compute, device_name, is_fast_in_bf16, is_slow_in_bf16
+from ingot.models.device import (
+    Compute,
+    device_name,
+    is_fast_in_bf16,
+    is_slow_in_bf16,
+    unused_accelerator,
+)
 from ingot.models.native.config import DecoderConfig
 from ingot.parallel.mesh import Mesh
 from ingot.parallel.pipeline import parameter_counts
@@ -44,6 +50,8 @@ def announce(
             f" {setup.last:,} steps of {setup.batch.global_batch} x {setup.recipe.data.seq_len}"
             f" tokens, {setup.compute} on {ranks}{device_name(mesh.device)}{onward}"
         )
+        if unused := unused_accelerator():
+            say(f"train: {unused}")
         if start is None and setup.origin and setup.begin and setup.data_begin == setup.begin:
             say(
                 "train: train.start_from was trained on other data, or in another order; this"

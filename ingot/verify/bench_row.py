@@ -27,7 +27,14 @@ from ingot.base.hostmemory import host_memory
 from ingot.base.storage import write_atomic
 from ingot.config.recipe import Recipe
 from ingot.config.shape import parameter_count
-from ingot.models.device import device_name, gpu_usage, measured_peak, peak_memory_bytes
+from ingot.models.device import (
+    accelerator,
+    accelerator_count,
+    device_name,
+    gpu_usage,
+    measured_peak,
+    peak_memory_bytes,
+)
 from ingot.parallel.mesh import Mesh, running_mesh
 from ingot.train.hooks import Workload
 from ingot.train.micro_batch.memory import forget_peak, is_out_of_memory
@@ -55,10 +62,7 @@ def measure_row(recipe: Recipe, steps: int, into: Path, *, synthetic: bool) -> N
         Failed: memory ran out.
     """
     here = ranks()
-    if (
-        torch.accelerator.is_available()
-        and (there := torch.accelerator.device_count()) < here.local_world
-    ):
+    if accelerator() and (there := accelerator_count()) < here.local_world:
         raise WrongInput(
             f"{here.local_world} processes want a device each, and this machine has {there}; ask"
             f" for --devices {there}"

@@ -5,6 +5,7 @@ kernels are not run.
 from __future__ import annotations
 
 import os
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from ingot.base.errors import WrongInput
+from ingot.cli import doctor
 from ingot.evaluate.likelihood import log_likelihoods
 from ingot.models import device as devices
 from ingot.models import nvidia
@@ -24,6 +26,7 @@ from ingot.serve.native.embedding import embed
 from tests.house.source import modules
 
 TPU = torch.device("privateuseone", 3)
+ASKS = re.compile(r"torch\.cuda|accelerator\.(is_available|current_accelerator|device_count)\b")
 
 
 @pytest.fixture
@@ -51,6 +54,20 @@ def test_each_rank_takes_a_device_of_its_own(an_accelerator: list[int]) -> None:
 def test_without_an_accelerator_it_is_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     assert devices.pick_device(3) == torch.device("cpu")
+
+
+def test_apples_gpu_is_not_computed_on_and_that_is_said(
+    an_accelerator: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch offers it, and copies to it in a way that may read memory which is someone else's."""
+    assert (devices.accelerator(), devices.unused_accelerator()) == ("privateuseone", None)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("mps"))
+    assert (devices.pick_device(3), an_accelerator) == (torch.device("cpu"), [])
+    assert (devices.accelerator(), devices.accelerator_count()) == (None, 0)
+    [found] = [each for each in doctor._torch() if each.what == "accelerator"]
+    assert not found.ok
+    assert found.found.startswith("Apple's GPU is not used,")
+    assert "training runs on" in found.found
 
 
 def test_an_accelerator_computes_in_bf16_and_a_cpu_in_fp32_unless_told() -> None:
@@ -144,13 +161,11 @@ def test_what_nvml_does_not_know_is_missing_and_said_once(
     assert capsys.readouterr().err.count("NVML tells nothing of") == 1
 
 
-def test_nothing_else_asks_for_cuda() -> None:
+def test_nothing_else_asks_for_cuda_or_an_accelerator() -> None:
     """Every other file goes through this one, so that another device is one file's work."""
     allowed = {"ingot/models/device.py", "ingot/cli/doctor.py"}  # the doctor tells what torch sees
     found = [
-        module.where
-        for module in modules()
-        if "torch.cuda" in module.path.read_text(encoding="utf-8")
+        module.where for module in modules() if ASKS.search(module.path.read_text(encoding="utf-8"))
     ]
     assert set(found) <= allowed, found
 

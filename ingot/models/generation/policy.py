@@ -85,12 +85,11 @@ class PolicySampler(Generator):
     ) -> list[tuple[GenerationJob, CompletionChunk]]:
         """Draw the next token of each of `jobs` from logits `[B, V]`."""
         logprobs = (logits.float() / self._temperature).log_softmax(dim=-1)
-        # Not every accelerator has float64, in which a vocabulary's tail keeps its probability.
-        wide = torch.float32 if logits.device.type == "mps" else torch.float64
         rolls = [self._answers[job][1][job.generated] for job in jobs]
+        # In float64 a vocabulary's tail keeps its probability.
         tokens = invert_cumulative(
-            running_sums(logprobs.to(wide).exp()),
-            torch.tensor(rolls, dtype=wide, device=logits.device),
+            running_sums(logprobs.double().exp()),
+            torch.tensor(rolls, dtype=torch.float64, device=logits.device),
         )
         chosen = logprobs.gather(-1, tokens[:, None])[:, 0].tolist()
         if not all(np.isfinite(chosen)):

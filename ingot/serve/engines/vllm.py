@@ -23,7 +23,7 @@ from ingot.config.models.content import check_content
 from ingot.config.models.source import model_config
 from ingot.config.sections.deployment import Serve
 from ingot.config.serving import VLLM_MODULE, VLLM_TYPES, shell, vllm_arguments
-from ingot.models.device import is_fast_in_bf16
+from ingot.models.device import accelerator, is_fast_in_bf16
 from ingot.models.hf.compressed import Scheme, scheme_of
 from ingot.serve.engines.child import ServerCommand, run_server_process
 from ingot.serve.engines.proxy import running_proxy
@@ -117,7 +117,7 @@ def vllm_command(
     """The command line of vLLM. On a CPU it runs without compiling first, and unless
     `serve.compute` says otherwise in float32 where it can.
     """
-    accelerated = torch.accelerator.is_available()
+    accelerated = accelerator() is not None
     scheme = scheme_of(model_config(folder), str(folder))
     dtype = VLLM_TYPES.get(settings.compute, "auto" if accelerated else _cpu_dtype(scheme))
     more = () if accelerated else ("--kv-cache-memory-bytes", str(kv_cache_bytes()))

@@ -24,6 +24,7 @@ from ingot.data.batches.order import order_of
 from ingot.data.batches.rows import PackedRow, Rows
 from ingot.data.batches.samples import SampleArrays, Samples
 from ingot.data.columns.reader import IGNORE, Ids, PreparedSplit
+from ingot.models.device import accelerator
 from ingot.models.spec import resolve_model_spec
 from ingot.parallel.mesh import Mesh
 from ingot.tokenizers.bpe import train_bpe
@@ -115,7 +116,7 @@ def let_go(*, compiled: bool) -> None:
     if compiled:
         torch.compiler.reset()
     gc.collect()
-    if torch.accelerator.is_available():
+    if accelerator():
         torch.accelerator.empty_cache()
 
 

@@ -26,6 +26,7 @@ from ingot.base.lazy import lazy_import
 from ingot.base.progress import say
 from ingot.checkpoints.export import DTYPES, ExportType, export_model
 from ingot.config.sections.grpo import GRPOSettings
+from ingot.models.device import accelerator
 from ingot.models.generation.policy import SampledAnswer
 from ingot.models.kinds import exported_weights
 from ingot.models.native.decoder import Decoder
@@ -170,7 +171,7 @@ class PolicyServer:
         url, dtype = httpx.URL(self._sampler.url), DTYPES["fp32"]
         dtype = dtype if self._setup.compute == "fp32" else DTYPES["bf16"]
         # Without a GPU vLLM would compile first, and take nearly all memory.
-        slow = "" if torch.accelerator.is_available() else " --enforce-eager" + CPU_CACHE
+        slow = "" if accelerator() else " --enforce-eager" + CPU_CACHE
         return (
             "VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server"
             f" --model {self._folder} --served-model-name {NAME} --host {url.host}"

@@ -21,12 +21,12 @@ import httpx
 import openai
 import psutil
 import pytest
-import torch
 import uvicorn
 
 from ingot.base.errors import Failed, WrongInput
 from ingot.cli.model import serve_model
 from ingot.config.sections.deployment import Serve
+from ingot.models.device import accelerator
 from ingot.serve.engines.child import GRACE_S, ServerCommand, run_server_process
 from ingot.serve.engines.proxy import running_proxy
 from ingot.serve.http.bodies import PromptBounds
@@ -120,7 +120,7 @@ def test_it_tells_when_it_is_ready_answers_and_ends_with_a_signal(
         given = dict(itertools.pairwise(argv))
         assert given["--model"] == str(folder)
         assert given["--max-num-seqs"] == "3"
-        on_cpu = not torch.accelerator.is_available()
+        on_cpu = accelerator() is None
         assert (given["--dtype"], "--enforce-eager" in argv) == (
             "float32" if on_cpu else "auto",
             on_cpu,

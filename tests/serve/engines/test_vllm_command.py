@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from ingot.config.sections.deployment import Serve
+from ingot.models.device import accelerator
 from ingot.models.hf.compressed import Scheme
 from ingot.serve.engines import vllm
 from tests.serve.tiny import make_folder
 
 
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="a GPU decides otherwise")
+@pytest.mark.skipif(accelerator() is not None, reason="a GPU decides otherwise")
 @pytest.mark.parametrize(
     ("scheme", "amx", "dtype"),
     [
