@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +20,10 @@ in a bucket users and later attempts see.
 NODE_VARIABLE = "NODE_OF_JOB"
 """The variable that tells the ranks of a node its number: a launcher started them, perhaps from
 another machine or before it was started anew itself.
+"""
+HOST_VARIABLE = "HOST_OF_RANKS"
+"""The variable that tells ranks what this machine was called when the process that started them
+began.
 """
 RESOLVED_VARIABLE = "RECIPE_IS_RESOLVED"
 """The variable that tells a child process that its recipe is resolved: what `.env` and `INGOT_*`
@@ -36,6 +42,14 @@ def holds_secret(name: str) -> bool:
     `HF_TOKEN`; not `HF_TOKEN_PATH`, which is a path.
     """
     return _SECRET.search(name) is not None
+
+
+@functools.cache
+def host_name() -> str:
+    """What this machine is called, the same for a process and its ranks as long as they live: a
+    laptop has another name in another network.
+    """
+    return os.environ.get(HOST_VARIABLE) or socket.gethostname()
 
 
 def processor_name() -> str:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import mmap
 import os
-import socket
 import struct
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from ingot.base.environment import host_name
 from ingot.base.progress import say
 from ingot.base.storage import disk_errors
 
@@ -73,7 +73,7 @@ def heartbeat_file(folder: Path) -> Path:
     since nodes of one job may share a host name: containers, or several nodes on a machine.
     """
     node = os.environ.get("GROUP_RANK") or os.environ.get("PET_NODE_RANK") or "0"
-    return folder / (socket.gethostname() if node == "0" else f"{socket.gethostname()}-{node}")
+    return folder / (host_name() if node == "0" else f"{host_name()}-{node}")
 
 
 class HeartbeatWriter:
@@ -184,7 +184,7 @@ def beats_of_main(folder: Path) -> list[Heartbeat]:
 
 def heard_elsewhere(folder: Path) -> bool:
     """Whether a rank on another machine has beaten within FRESH_S and is not over."""
-    here, since = socket.gethostname(), time.time() - FRESH_S
+    here, since = host_name(), time.time() - FRESH_S
     return any(
         beat.wall > since and beat.phase != "over"
         for path in folder.glob("*")

@@ -6,14 +6,17 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
+from ingot.base.environment import host_name
 from ingot.launch.attempt import AttemptExit, StopRequests, follow
 from ingot.launch.job import Job
 from ingot.launch.node.ranks import PORTS, LocalRanks, free_port
@@ -31,6 +34,14 @@ print(ended.code, ended.signum)
 SHOW = """
 import os
 print(*(os.environ.get(name, '-') for name in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'LOCAL_WORLD_SIZE', 'MASTER_ADDR')), os.getpgrp(), flush=True)
+"""
+
+BEAT = """
+import os, sys
+from pathlib import Path
+from ingot.base.heartbeat import HeartbeatWriter
+rank = int(os.environ["RANK"])
+HeartbeatWriter(Path(sys.argv[1]), rank=rank, local_rank=rank, attempt=1).beat("loading")
 """
 
 
@@ -60,6 +71,27 @@ def test_each_rank_is_told_who_it_is_as_torchrun_would(
     groups = {line.rsplit(" ", 1)[1] for line in lines}
     assert len(groups) == 1
     assert groups != {str(os.getpgrp())}
+
+
+@pytest.fixture
+def unnamed() -> Iterator[None]:
+    """This process has not asked yet what the machine is called."""
+    host_name.cache_clear()
+    yield
+    host_name.cache_clear()
+
+
+@pytest.mark.usefixtures("unnamed")
+def test_ranks_are_heard_when_the_machine_is_called_otherwise_meanwhile(
+    ranks: type[LocalRanks], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a laptop is in another network: ranks that nobody hears would be ended as hanging."""
+    monkeypatch.setattr(socket, "gethostname", lambda: "mac.office.example")
+    attempt = ranks(Job("test", (BEAT, str(tmp_path)), processes=2), heartbeats=tmp_path)
+    monkeypatch.setattr(socket, "gethostname", lambda: "mac.home.example")
+    assert wait_for(attempt) == AttemptExit(0, 0)
+    assert sorted(attempt.beats()) == [0, 1]
+    assert [path.name for path in tmp_path.iterdir()] == ["mac.office.example"]
 
 
 def test_one_process_is_no_rank(ranks: type[LocalRanks], tmp_path: Path) -> None:
