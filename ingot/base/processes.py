@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import signal
 import subprocess
@@ -17,6 +18,7 @@ from pathlib import Path
 from ingot.base.errors import WrongInput
 
 _PR_SET_PDEATHSIG = 1
+BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 def die_with_parent(parent: int, signum: int = signal.SIGKILL) -> None:
@@ -85,24 +87,49 @@ def machine_id() -> str | None:
     container's PID namespace.
     """
     with contextlib.suppress(OSError):
-        return (
-            f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
-            f" {os.stat('/proc/self/ns/pid').st_ino}"
-        )
-    return None
+        return f"{BOOT.read_text().strip()} {os.stat('/proc/self/ns/pid').st_ino}"
+    return _boot_session()
+
+
+@functools.cache
+def _boot_session() -> str | None:
+    """What macOS calls this boot; None where there is no such name."""
+    try:
+        return subprocess.check_output(
+            ["sysctl", "-n", "kern.bootsessionuuid"], stderr=subprocess.DEVNULL, text=True
+        ).strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
 
 
 def start_ticks(pid: int) -> str | None:
-    """When a process was started, in clock ticks since boot, which changing the clock does not
-    affect: distinguishes a reused id from the original. None if it is dead or unknown.
+    """When a process was started, as the kernel noted it, on Linux in clock ticks since boot:
+    changing the clock does not affect it. Distinguishes a reused id from the original. None if it
+    is dead or unknown.
     """
     if sys.platform != "linux":
-        return None if (began := started_at(pid)) is None else str(began)
+        return start_by_ps(pid)
     try:
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
     return None if state in ("Z", "X") else fields[18]
+
+
+def start_by_ps(pid: int) -> str | None:
+    """When a process was started where there is no /proc. psutil would change it with the clock."""
+    asked = ["ps", "-o", "stat=", "-o", "lstart=", "-p", str(pid)]
+    try:
+        said = subprocess.check_output(
+            asked,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env={**os.environ, "LC_ALL": "C", "TZ": "UTC"},
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    state, _, began = said.strip().partition(" ")
+    return None if state.startswith("Z") else began.strip() or None
 
 
 @contextlib.contextmanager

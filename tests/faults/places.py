@@ -838,4 +838,12 @@ FAULTS = [
         "a registry that the disk failed to give once is called damaged, and moved away",
         "tests/registry/test_local.py",
     ),
+    Fault(
+        "a-driver-by-the-hosts-name",
+        "ingot/launch/places/dataflow.py",
+        'about.get("machine", "") == machine_id() or ',
+        "",
+        "a driver of a machine that is called otherwise since is not ours, and paid for twice",
+        "tests/launch/places/test_dataflow.py",
+    ),
 ]

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from ingot.base.errors import Failed, WrongInput
 from ingot.base.markers import fingerprint
-from ingot.base.processes import started_at
+from ingot.base.processes import machine_id, started_at
 from ingot.base.progress import say
 from ingot.base.remote.replica import replica_url
 from ingot.base.runfolder import folder_lock
@@ -35,6 +35,7 @@ from ingot.cloud.instances import label
 from ingot.config.recipe import Recipe
 from ingot.launch.handles import find_handle, jobs_folder, store_handle
 from ingot.launch.job import Handle, Job, JobLog, JobState
+from ingot.launch.places.local import limited
 from ingot.launch.places.logs import FileLog
 from ingot.launch.places.node_commands import (
     ATTEMPT,
@@ -155,6 +156,7 @@ class DataflowLauncher(SignalsByNote):
                 "start": start,
                 "meet": job.rendezvous or "",
                 "mirror": job.run_folder_url or "",
+                "machine": machine_id() or "",
                 "host": socket.gethostname(),
             }
             started = started_at(driver.pid) or time.time()
@@ -167,7 +169,7 @@ class DataflowLauncher(SignalsByNote):
 
         Notes are read after the driver's state, since a driver leaves its note before it exits.
         """
-        is_here = handle.about["host"] == socket.gethostname()
+        is_here = self._is_here(handle)
         if is_here and self._is_alive(handle):
             return "running"
         notes = Rendezvous(handle.about["meet"]).notes(EXIT)
@@ -189,7 +191,7 @@ class DataflowLauncher(SignalsByNote):
         pipelines on Dataflow.
         """
         if self._is_alive(handle):
-            if handle.about["host"] != socket.gethostname():
+            if not self._is_here(handle):
                 raise Failed(
                     f"the driver of {handle.name} runs on {handle.about['host']}; cancel it there"
                 )
@@ -212,13 +214,7 @@ class DataflowLauncher(SignalsByNote):
 
     def _command(self, job: Job, start: str = "drawn-by-submit") -> list[str]:
         """The driver, under a time limit that ends its process group."""
-        return [
-            "timeout",
-            "--signal=TERM",
-            "--kill-after=60",
-            str(self._limit_s(job)),
-            *self._driver(job, start),
-        ]
+        return [*limited(self._limit_s(job)), *self._driver(job, start)]
 
     def _driver(self, job: Job, start: str) -> list[str]:
         _, *node = container_command(self._recipe, job)
@@ -304,6 +300,14 @@ class DataflowLauncher(SignalsByNote):
 
     def _cancelled(self, name: str) -> Path:
         return jobs_folder(self._recipe.folder.root) / f"{name}.dataflow.cancelled"
+
+    @staticmethod
+    def _is_here(handle: Handle) -> bool:
+        """Whether this machine started the driver: it may be called otherwise since, as a laptop in
+        another network, or have been started again.
+        """
+        about = handle.about
+        return about.get("machine", "") == machine_id() or about["host"] == socket.gethostname()
 
     @staticmethod
     def _is_alive(handle: Handle) -> bool:

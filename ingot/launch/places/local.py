@@ -37,6 +37,11 @@ def command(job: Job) -> list[str]:
     )
 
 
+def limited(limit_s: float) -> list[str]:
+    """What stands before a command to limit its time."""
+    return [sys.executable, "-m", "ingot.launch.limit", f"{limit_s:.15g}"]
+
+
 @dataclass(frozen=True)
 class JobExit:
     """How a job ended: its exit code (128 + signal if one killed it), and the signal by which we
@@ -95,11 +100,7 @@ class LocalLauncher:
             for name, value in sorted(environment(job).items())
             if name not in job.secrets
         ]
-        limit = (
-            ["timeout", "--foreground", "--signal=TERM", "--kill-after=60", f"{job.time_limit_s:g}"]
-            if job.time_limit_s
-            else []
-        )
+        limit = limited(job.time_limit_s) if job.time_limit_s else []
         exit_file = shlex.quote(str(self._path(job.name, "jobs", "exit").absolute()))
         # The shell forwards signals and outlives the job to write the exit code.
         lines += [

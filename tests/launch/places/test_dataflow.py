@@ -8,6 +8,7 @@ import dataclasses
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -430,6 +431,27 @@ def test_a_command_that_is_repeated_while_it_runs_starts_no_second_driver(
     launcher.cancel(first)
     assert launcher.submit(again).id != first.id
     launcher.cancel(find_handle(launcher._recipe.folder.root, "prepare", "dataflow") or first)
+
+
+def test_a_driver_is_ours_when_this_machine_is_called_otherwise(
+    made: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a laptop is in another network, and whatever boot it was by which its name is still ours:
+    a second driver would be paid for as well.
+    """
+    launcher = Driven(made())
+    launcher.program = "import time; time.sleep(600)"
+    handle = launcher.submit(JOB)
+    monkeypatch.setattr(socket, "gethostname", lambda: "mac.home.example")
+    assert launcher.status(handle) == "running"
+    again = dataclasses.replace(JOB, rendezvous=f"{MIRROR}/jobs/prepare-2")
+    assert Driven(made()).submit(again) == handle
+    launcher.cancel(handle)
+    assert launcher.status(handle) == "cancelled"
+    elsewhere = dataclasses.replace(handle, about={**handle.about, "machine": "another"})
+    assert not launcher._is_here(elsewhere)
+    monkeypatch.setattr(socket, "gethostname", lambda: handle.about["host"])
+    assert launcher._is_here(elsewhere), "it was started again"
 
 
 @needs_beam

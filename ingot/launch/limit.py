@@ -1,0 +1,64 @@
+"""`python -m ingot.launch.limit SECONDS COMMAND ...`: a command that is asked to end when its time
+is over, and killed if it does not; as by GNU's `timeout`, which macOS lacks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from types import FrameType
+
+from ingot.launch.attempt import STOP_SIGNALS
+
+KILL_AFTER_S = 60.0
+"""How long the command may take to end when it is asked to."""
+OVER_TIME = 124
+"""The exit code of a command that was asked to end, whatever its own is."""
+
+
+class LimitedCommand:
+    """Requests to stop that this process gets are handed on to the command. What ends it for its
+    time ends its process group if this process leads that, as in a session of its own.
+    """
+
+    def __init__(self, command: Sequence[str], limit_s: float) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._asked: list[int] = []
+        self._is_late = False
+        for number in STOP_SIGNALS:
+            signal.signal(number, self._hand_on)
+        self._process = subprocess.Popen(command)
+        for number in self._asked:  # while it was being started
+            self._process.send_signal(number)
+        signal.signal(signal.SIGALRM, self._end)
+        signal.setitimer(signal.ITIMER_REAL, limit_s, KILL_AFTER_S)
+
+    def wait(self) -> int:
+        """The exit code as a shell reports it, or OVER_TIME."""
+        assert self._process is not None
+        code = self._process.wait()
+        return OVER_TIME if self._is_late else 128 - code if code < 0 else code
+
+    def _hand_on(self, number: int, frame: FrameType | None) -> None:
+        self._asked.append(number)
+        if self._process is not None:
+            self._process.send_signal(number)
+
+    def _end(self, number: int, frame: FrameType | None) -> None:
+        """Once its time is over, and again each time that it has had to end."""
+        request, self._is_late = signal.SIGKILL if self._is_late else signal.SIGTERM, True
+        assert self._process is not None
+        if os.getpgrp() != os.getpid():
+            self._process.send_signal(request)
+            return
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the group's other processes are to end
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(0, request)
+
+
+if __name__ == "__main__":
+    sys.exit(LimitedCommand(sys.argv[2:], float(sys.argv[1])).wait())

@@ -1,0 +1,48 @@
+"""Telling machines and processes apart, also where there is no /proc, as on macOS."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ingot.base import processes
+
+
+@pytest.fixture
+def mac(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A machine without /proc, whose `sysctl` knows what macOS's does."""
+    program = tmp_path / "sysctl"
+    program.write_text('#!/bin/sh\n[ "$*" = "-n kern.bootsessionuuid" ] && echo 4C2D-01\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(processes, "BOOT", tmp_path / "nowhere")
+    processes._boot_session.cache_clear()
+    yield tmp_path
+    processes._boot_session.cache_clear()
+
+
+def test_a_mac_is_known_by_its_boot(mac: Path) -> None:
+    assert processes.machine_id() == "4C2D-01"
+
+
+def test_a_machine_that_says_nothing_of_itself_is_not_known(mac: Path) -> None:
+    (mac / "sysctl").write_text("#!/bin/sh\nexit 1\n")
+    assert processes.machine_id() is None
+
+
+def test_ps_knows_a_process_from_the_next_with_its_id() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    began = processes.start_by_ps(child.pid)
+    assert began is not None
+    assert began.split()[-1].isdigit(), "a year"
+    assert processes.start_by_ps(child.pid) == began
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert processes.start_by_ps(child.pid) is None, "it is dead, and its parent has not asked"
+    child.wait()
+    assert processes.start_by_ps(child.pid) is None
