@@ -250,16 +250,25 @@ def _described(recipe: Recipe, device: DeviceType | None, *, is_cpu: bool) -> Pl
 
 @functools.cache
 def installed_gpus() -> tuple[tuple[str, float], ...]:
-    """Name and bytes of memory of each NVIDIA GPU of this machine, as its driver tells."""
+    """Name and bytes of memory of each NVIDIA GPU of this machine, as its driver tells. One
+    that has none of its own computes in the machine's.
+    """
     if shutil.which("nvidia-smi") is None:
         return ()
     ask = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     try:
         said = subprocess.run(ask, capture_output=True, text=True, timeout=5, check=True).stdout
-        pairs = [line.rpartition(",") for line in said.splitlines() if line.strip()]
-        return tuple((name.strip(), float(mib) * 2**20) for name, _, mib in pairs)
-    except (OSError, ValueError, subprocess.SubprocessError):
+    except (OSError, subprocess.SubprocessError):
         return ()
+    pairs = [line.rpartition(",") for line in said.splitlines() if "," in line]
+    return tuple((name.strip(), _told_bytes(mib)) for name, _, mib in pairs)
+
+
+def _told_bytes(mib: str) -> float:
+    try:
+        return float(mib) * 2**20
+    except ValueError:  # [N/A]
+        return float(psutil.virtual_memory().total)
 
 
 def _free(recipe: Recipe) -> float | None:

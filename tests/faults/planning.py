@@ -573,4 +573,20 @@ FAULTS = [
         "the key of a signed address stands in a plan that is kept, and that others read",
         "tests/cli/test_plan.py",
     ),
+    Fault(
+        "a-gpu-of-no-size",
+        "ingot/plan/place.py",
+        "    except ValueError:  # [N/A]\n        return float(psutil.virtual_memory().total)\n",
+        "    except ValueError:\n        return 0.0\n",
+        "nothing fits a GPU that computes in the machine's own memory",
+        "tests/plan/test_checks.py",
+    ),
+    Fault(
+        "packed-everywhere",
+        "ingot/plan/checks/machines.py",
+        '2 if platform.machine() == "x86_64" else 4',
+        "2",
+        "a plan lets a model fit that takes twice the memory where weights are not packed",
+        "tests/plan/test_checks.py",
+    ),
 ]

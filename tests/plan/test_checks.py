@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import platform
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from ingot.config.load import read_recipe
 from ingot.config.models.presets import preset
 from ingot.config.recipe import Recipe
+from ingot.plan.checks import machines
 from ingot.plan.checks.finding import PlanFinding
 from ingot.plan.checks.machines import (
     judge_compute,
@@ -24,6 +28,7 @@ from ingot.plan.checks.machines import (
 )
 from ingot.plan.checks.recipe import all_judgements, judge_data, judge_rate, published_rates
 from ingot.plan.data_sample import ColumnLengths, LengthSample
+from ingot.plan.place import installed_gpus
 from ingot.plan.ranges import Range
 from ingot.plan.storage import ModelSize
 from ingot.plan.unknown import Unknown
@@ -284,6 +289,43 @@ def test_a_processor_keeps_keys_and_values_in_float32(tmp_path: Path) -> None:
     on_device = 2 * 2 * 32 * 8 * 128 * 64 * 1000 / 1e9
     assert f"{on_device:.1f} (" in needed("g2-standard-8")
     assert f"{2 * on_device:.1f} (" in needed("e2-highmem-16")
+
+
+@pytest.mark.parametrize(
+    ("processor", "knobs", "gigabytes"),
+    [
+        ("x86_64", {}, 2),
+        ("arm64", {}, 4),
+        ("x86_64", {"serve__pack": False}, 4),
+        ("x86_64", {"serve__engine": "transformers"}, 4),
+        ("x86_64", {"precision__export": "fp32"}, 4),
+        ("arm64", {"serve__compute": "bf16"}, 2),
+    ],
+)
+def test_where_weights_are_not_packed_a_processor_has_them_in_float32(
+    processor: str,
+    knobs: dict[str, Any],
+    gigabytes: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: processor)
+    monkeypatch.setattr(machines, "installed_gpus", lambda: ())
+    recipe = small_recipe(tmp_path, serve__max_batch=1, data__seq_len=1, **knobs)
+    told = judge_server(recipe, preset("llama-8b"), ModelSize(10**12, 0)).message
+    assert f" ({1000.0 * gigabytes:,} to {1400.0 * gigabytes:,}) GB of this machine's" in told
+
+
+def test_the_gpu_of_a_machine_with_one_memory_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its driver tells no size of it, as of NVIDIA's GB10."""
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 'NVIDIA GB10, [N/A]'; echo 'NVIDIA L4, 23034'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    host = float(psutil.virtual_memory().total)
+    assert installed_gpus.__wrapped__() == (("NVIDIA GB10", host), ("NVIDIA L4", 23034 * 2.0**20))
 
 
 def test_what_sampling_needs_beside_the_steps_is_told(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ steps: sampling answers, and serving the model.
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -13,7 +14,7 @@ from ingot.base.errors import WrongInput
 from ingot.base.progress import duration
 from ingot.cloud.machines import accelerators_of, machine_type
 from ingot.cloud.prices import time_limit_s
-from ingot.config.models.family import sizes
+from ingot.config.models.family import is_native, sizes
 from ingot.config.models.source import trained_kind
 from ingot.config.recipe import Recipe
 from ingot.config.sections.grpo import GRPOSettings
@@ -275,10 +276,11 @@ def judge_server(
     memory, where, on_device = _serving_memory(recipe)
     if memory is None:
         return PlanFinding("not checked", knob, f"the memory of {where} is not known")
-    each = 4 if recipe.precision.export == "fp32" else 2
-    needed = Range(1.0, 1.1, 1.4, "modelled") * float(size.weights * each)
+    stored = 4 if recipe.precision.export == "fp32" else 2
+    each = Range.exactly(stored) if on_device else _bytes_on_processor(recipe, config)
+    needed = Range(1.0, 1.1, 1.4, "modelled") * each * float(size.weights)
     # A processor computes in float32, whatever the weights are kept in.
-    cache = _cache_bytes(recipe, config, each if on_device else 4)
+    cache = _cache_bytes(recipe, config, stored if on_device else 4)
     needed = needed + cache * float(recipe.serve.max_batch)
     sizes = f"{needed.text(gigabytes)} GB of {where}'s {gigabytes(memory)} GB"
     message = f"{sizes}, with {recipe.serve.max_batch} requests at once"
@@ -289,6 +291,26 @@ def judge_server(
             "warning", knob, f"the model may not fit: {message}; see serve.max_batch"
         )
     return PlanFinding("known", knob, message)
+
+
+def _bytes_on_processor(recipe: Recipe, config: Mapping[str, Any]) -> Range:
+    """What a weight takes where a processor serves it: float32's four, unless a decoder's are
+    packed, which x86 processors can.
+    """
+    serve = recipe.serve
+    if serve.compute == "bf16":
+        return Range.exactly(2)
+    if not (
+        serve.pack
+        and serve.engine == "native"
+        and recipe.precision.export == "bf16"
+        and trained_kind(recipe) == "decoder"
+        and is_native(config.get("model_type", "llama"))
+    ):
+        return Range.exactly(4)
+    if recipe.registry.kind == "vertex":
+        return Range(2, 2, 4)
+    return Range.exactly(2 if platform.machine() == "x86_64" else 4)
 
 
 def _serving_memory(recipe: Recipe) -> tuple[float | None, str, bool]:
