@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,9 @@ RUN_LOCK = "run-lock"
 the other one, which is free between them. It is held for a training on other machines, too: each of
 its starts sends this folder anew, so data prepared meanwhile would be another's half way.
 """
+TABLE = Path("/proc/locks")
+ASKED_S = 0.01
+"""Much longer than asking for a lock's holder takes."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +154,7 @@ def folder_lock(folder: Path, name: str = "lock") -> Iterator[None]:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         try:
-            lock_file(descriptor, path, wait=False)
+            _lock_or_try_again(descriptor, path)
         except BlockingIOError:
             holder = os.pread(descriptor, 64, 0).decode(errors="replace").strip() or "unknown"
             raise in_use(folder, holder) from None
@@ -164,6 +168,15 @@ def folder_lock(folder: Path, name: str = "lock") -> Iterator[None]:
                 os.ftruncate(descriptor, 0)
     finally:
         os.close(descriptor)
+
+
+def _lock_or_try_again(descriptor: int, path: Path) -> None:
+    """Once more after a moment, for which who asks for the holder may have had the lock."""
+    try:
+        lock_file(descriptor, path, wait=False)
+    except BlockingIOError:
+        time.sleep(ASKED_S)
+        lock_file(descriptor, path, wait=False)
 
 
 @contextlib.contextmanager
@@ -211,8 +224,8 @@ def lock_holder(folder: Path, name: str = "lock") -> int | None:
     """The process that holds `folder/.name`, or None. Read-only, so it never keeps a run from
     starting.
 
-    Reads the kernel's table of locks; without one (not Linux), a live process with the recorded id
-    counts as the holder.
+    Reads the kernel's table of locks, and without one (not Linux) tries the lock for a moment; on a
+    disk without locks a live process with the recorded id counts as the holder.
     """
     path = folder / f".{name}"
     try:
@@ -220,10 +233,21 @@ def lock_holder(folder: Path, name: str = "lock") -> int | None:
         os.kill(process, 0)
     except (OSError, ValueError, OverflowError):
         return None
-    table = Path("/proc/locks")
-    if not table.exists():
-        return process
+    if not TABLE.exists():
+        return process if _is_locked(path) else None
     held = any(
-        f":{inode} " in line and " FLOCK " in line for line in table.read_text().splitlines()
+        f":{inode} " in line and " FLOCK " in line for line in TABLE.read_text().splitlines()
     )
     return process if held else None
+
+
+def _is_locked(path: Path) -> bool:
+    """Whether a lock is held as far as trying it tells. Together with others that ask: they are no
+    holders.
+    """
+    with path.open("rb") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return True
+    return False

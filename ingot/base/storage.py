@@ -21,7 +21,7 @@ from typing import IO, Any, cast
 from ingot.base.errors import Failed, WrongInput
 
 CHUNK_BYTES = 1 << 20
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP)
 _AT_FDCWD, _EXCHANGE = -100, 2  # Linux: AT_FDCWD, RENAME_EXCHANGE
 
 

@@ -1,15 +1,18 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from ingot.base import runfolder
 from ingot.base.environment import NODE_VARIABLE
 from ingot.base.errors import Failed, WrongInput
 from ingot.base.runfolder import (
@@ -98,6 +101,34 @@ def test_a_lock_that_was_given_back_names_nobody_even_without_a_table_of_locks(
             pass
         assert lock_holder(tmp_path) == os.getpid()
     assert (tmp_path / ".lock").read_text() == ""
+
+
+@pytest.fixture
+def no_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on macOS."""
+    monkeypatch.setattr(runfolder, "TABLE", tmp_path / "no-such-table")
+
+
+@pytest.mark.usefixtures("no_table")
+def test_without_a_table_of_locks_the_holder_is_who_holds_it(tmp_path: Path) -> None:
+    """And not who has the id of a run that was killed: its user would be told to stop that one."""
+    with held_elsewhere(tmp_path) as holder:
+        assert lock_holder(tmp_path) == holder.pid
+    (tmp_path / ".lock").write_text(str(os.getppid()))
+    assert lock_holder(tmp_path) is None
+    with folder_lock(tmp_path):
+        assert lock_holder(tmp_path) == os.getpid()
+
+
+def test_who_asks_for_the_holder_does_not_keep_a_run_from_starting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / ".lock").touch()
+    asking = (tmp_path / ".lock").open("rb")
+    fcntl.flock(asking, fcntl.LOCK_SH)
+    monkeypatch.setattr(time, "sleep", lambda seconds: asking.close())
+    with folder_lock(tmp_path):
+        assert asking.closed
 
 
 def test_locks_of_other_names_do_not_meet(tmp_path: Path) -> None:
