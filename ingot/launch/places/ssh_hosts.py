@@ -28,8 +28,10 @@ CONNECT_S, ALIVE_S, ALIVE_COUNT = 10, 5, 6
 SCRIPT_TIMEOUT_S = 120.0
 CODE = '"${XDG_CACHE_HOME:-$HOME/.cache}"/ingot/code/'
 PARALLEL_HOSTS = 32
-NO_FOLDER, NO_PYTHON, OLD_PYTHON, NO_DISK = 91, 92, 93, 94
-"""Exit codes of `check_host`'s script."""
+NO_FOLDER, NO_PYTHON, OLD_PYTHON, NO_DISK, NO_LINUX = 91, 92, 93, 94, 95
+"""Exit codes of scripts that look at a host."""
+# Nothing else ends ranks with their node, or tells which process is a node.
+ON_LINUX = f'test "$(uname)" = Linux || exit {NO_LINUX}; '
 NO_CONNECTION = 255
 END_TIMEOUT_S = 10.0
 """How long nodes whose connections were closed may take to end their ranks before they are killed
@@ -170,7 +172,7 @@ def check_host(
     export = f"export PYTHONPATH={path}; " if path else ""
     probe = "import sys; sys.version_info < (3, 11) and sys.exit(93); import ingot.launch.node.main"
     script = (
-        f"cd {shlex.quote(folder)} 2>/dev/null || exit {NO_FOLDER}; command -v"
+        f"{ON_LINUX}cd {shlex.quote(folder)} 2>/dev/null || exit {NO_FOLDER}; command -v"
         f" {shlex.quote(python)} >/dev/null || exit {NO_PYTHON}; "
         # A new folder may become visible late on a network disk.
         f"for i in 1 2 3 4 5 6; do test -d {shlex.quote(rendezvous)} && break; test $i = 6 && exit"
@@ -180,6 +182,7 @@ def check_host(
     if done.returncode == 0:
         return
     messages = {
+        NO_LINUX: _not_linux(host),
         NO_FOLDER: (
             f"host {host} has no folder {folder}; set launch.folder to the working folder as"
             " the hosts see it"
@@ -201,6 +204,13 @@ def check_host(
     raise WrongInput(messages.get(done.returncode, other))
 
 
+def _not_linux(host: str) -> str:
+    return (
+        f"host {host} does not run Linux, without which ranks would outlive a node that is killed;"
+        " take it out of launch.ssh.hosts"
+    )
+
+
 def packed_code() -> tuple[str, bytes]:
     """This ingot as a tar file, and a name derived from its content."""
     root, stream = Path(ingot.__file__).parent, io.BytesIO()
@@ -215,9 +225,14 @@ def packed_code() -> tuple[str, bytes]:
 
 
 def copy_code(config: str | None, host: str, name: str, content: bytes) -> None:
-    """Copy this ingot to the user's cache folder on a host, unless it is there."""
+    """Copy this ingot to the user's cache folder on a host, unless it is there. Raises WrongInput
+    if the host does not run Linux.
+    """
     target = f"{CODE}{name}"
-    if run_script(config, host, f"test -d {target}").returncode == 0:
+    there = run_script(config, host, f"{ON_LINUX}test -d {target}").returncode
+    if there == NO_LINUX:
+        raise WrongInput(_not_linux(host))
+    if there == 0:
         return
     script = (
         f'set -e; mkdir -p {CODE}; new=$(mktemp -d {CODE}.new-XXXXXX); tar -xf - -C "$new"; chmod'

@@ -22,6 +22,7 @@ from ingot.base.processes import machine_id, start_ticks
 from ingot.config.recipe import Recipe
 from ingot.launch.handles import find_handle
 from ingot.launch.job import Handle, Job
+from ingot.launch.places import ssh_hosts
 from ingot.launch.places.logs import HostsLog
 from ingot.launch.places.ssh import SshLauncher
 from ingot.launch.rendezvous import EXIT, Rendezvous
@@ -424,6 +425,22 @@ def test_a_job_whose_nodes_have_all_said_how_they_ended_is_over(tmp_path: Path) 
 
 
 @pytest.mark.drawn("a launcher of ssh that goes")
+def test_a_host_that_does_not_run_linux_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A Mac, on which a node that still runs would be called gone, and its ranks go on."""
+    (tmp_path / "uname").write_text("#!/bin/sh\necho Darwin\n")
+    (tmp_path / "uname").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(ssh_hosts, "ssh_command", lambda config, host, script: ["sh", "-c", script])
+    told = r"host mac does not run Linux, .*; take it out of launch\.ssh\.hosts"
+    with pytest.raises(WrongInput, match=told):
+        ssh_hosts.copy_code(None, "mac", "code", b"")
+    here = str(tmp_path)
+    with pytest.raises(WrongInput, match=told):
+        ssh_hosts.check_host(None, "mac", folder=here, python="python3", rendezvous=here, path="")
+
+
 def test_a_copied_ingot_comes_before_what_the_recipe_puts_on_the_path(
     root: Path, hosts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
