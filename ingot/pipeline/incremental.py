@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import PurePosixPath
 from typing import Any
 
 import ingot
@@ -285,11 +286,13 @@ def _or_as_read(step: PipelineStep, ask: Callable[[], Any], known: Any) -> Any:
 
 
 def _folder_stamp(folder: str) -> str:
+    """Of what is not hidden in it, as Finder's `.DS_Store` is, unless that is what is named."""
     try:
         files = find_files(folder)
         if not files and is_remote(folder):
             raise Failed(f"{folder} is empty or does not answer; check the address")
-        return fingerprint([stamp(file) for file in files])
+        read = [file for file in files if not _is_hidden(file) or _is_hidden(folder)]
+        return fingerprint([stamp(file) for file in read])
     except IngotError:
         raise
     except Exception as error:  # each storage client has exceptions of its own
@@ -299,6 +302,10 @@ def _folder_stamp(folder: str) -> str:
             f"{folder} cannot be reached ({type(error).__name__}: {error}); check the network and"
             " your credentials"
         ) from error
+
+
+def _is_hidden(path: str) -> bool:
+    return PurePosixPath(path).name.startswith(".")
 
 
 def describe_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

@@ -390,6 +390,26 @@ def test_what_is_watched_on_one_side_alone_is_not_told_as_a_change(tmp_path: Pat
     ]
 
 
+def test_looking_into_a_folder_changes_nothing_that_a_step_reads(tmp_path: Path) -> None:
+    """Finder leaves a file for itself in each folder that it shows, on other disks beside each
+    file one.
+    """
+    (tmp_path / "model.safetensors").touch()
+
+    def read() -> Any:
+        [stamp] = step_inputs(
+            step_named("train"), _recipe(f"model.source={tmp_path}", f"output={tmp_path}/runs"), {}
+        )["folders"].values()
+        return stamp
+
+    before = read()
+    for name in (".DS_Store", "._model.safetensors"):
+        (tmp_path / name).touch()
+    assert read() == before
+    (tmp_path / "config.json").touch()
+    assert read() != before
+
+
 def test_a_training_reads_what_is_held_out_only_where_that_can_end_it(tmp_path: Path) -> None:
     """Evaluations read all of the data: they compare with what was trained on."""
 
