@@ -7,6 +7,7 @@ import json
 import os
 import re
 import socket
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,6 +61,11 @@ def processor_name() -> str:
         lines = []
     models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(models, "CPU")
+
+
+def install_command(apt: str, brew: str) -> str:
+    """The command that installs a package on this system, by its name for apt or for brew."""
+    return f"brew install {brew}" if sys.platform == "darwin" else f"apt install {apt}"
 
 
 def usable_cores() -> int:

@@ -20,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ingot.base.console import console
+from ingot.base.environment import install_command
 from ingot.base.errors import EXIT_DONE, EXIT_FAILED
 from ingot.base.progress import say
 from ingot.cli.output import print_json
@@ -130,7 +131,7 @@ def _python() -> Iterator[MachineFinding]:
         "Python 3.11 or newer",
         sys.version_info >= (3, 11),
         f"{version}, {sys.executable}",
-        "apt install python3.11",
+        install_command("python3.11", "python@3.11"),
         needed=True,
     )
 
@@ -226,7 +227,8 @@ def _java() -> Iterator[MachineFinding]:
         "Java 17 (Spark)",
         found is not None,
         found or "none",
-        "apt install openjdk-17-jre-headless; only for preparing data with Spark",
+        f"{install_command('openjdk-17-jre-headless', 'openjdk@17')}; only for preparing data with"
+        " Spark",
     )
 
 

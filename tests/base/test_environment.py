@@ -1,10 +1,11 @@
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 
-from ingot.base.environment import Ranks, holds_secret, ranks, read_dotenv, secret
+from ingot.base.environment import Ranks, holds_secret, install_command, ranks, read_dotenv, secret
 from ingot.base.errors import WrongInput
 
 
@@ -16,6 +17,14 @@ def test_ranks_are_read_from_torchruns_variables() -> None:
     assert not read.is_main
     with pytest.raises(WrongInput, match=r"must be integers.*torchrun"):
         ranks({"RANK": "first"})
+
+
+@pytest.mark.parametrize(("system", "told"), [("linux", "apt install a"), ("darwin", "brew")])
+def test_each_system_has_a_tool_of_its_own_to_install_with(
+    system: str, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "platform", system)
+    assert install_command("a", "b").startswith(told)
 
 
 def test_a_dotenv_file_is_read_as_people_write_it(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any
 
+from ingot.base.environment import install_command
 from ingot.base.errors import WrongInput
 from ingot.base.processes import python_with_module
 from ingot.base.progress import say
@@ -175,7 +176,8 @@ def _check_cleaning(recipe: Recipe, found: Findings) -> None:
     if engine.kind == "spark":
         need(found, "pyspark", "data.engine.kind spark", "pip install 'ingot[spark]'")
         if shutil.which("java") is None:
-            found.add("data.engine.kind spark needs Java; apt install openjdk-17-jre-headless")
+            get = install_command("openjdk-17-jre-headless", "openjdk@17")
+            found.add(f"data.engine.kind spark needs Java; {get}")
     if engine.kind == "beam" and engine.python is None:
         need(found, "apache_beam", "data.engine.kind beam", "run `make beam`")
 

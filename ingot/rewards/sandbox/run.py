@@ -220,7 +220,13 @@ def check_sandbox() -> None:
     limits = SandboxLimits(timeout=30.0)
     probe = f"MEMORY, THREADS = {limits.memory_mib * MIB}, {limits.threads + 1}\n{PROBE}"
     reason = "sandboxes are made with Linux' namespaces and seccomp, on x86_64 and aarch64"
+    mend = "run it on such a machine"
     if sys.platform == "linux" and supported():
+        mend = (
+            "allow user namespaces (sysctl user.max_user_namespaces, in Ubuntu"
+            " kernel.apparmor_restrict_unprivileged_userns, in Docker --security-opt"
+            " seccomp=unconfined)"
+        )
         try:
             verdict = run_trial(probe, "assert found() == []", limits)
             if verdict is not None and verdict.whole:
@@ -229,8 +235,6 @@ def check_sandbox() -> None:
         except RewardFailed as error:
             reason = str(error)
     raise WrongInput(
-        f"code of a model runs in a sandbox only, and this machine gives none: {reason}; allow user"
-        " namespaces (sysctl user.max_user_namespaces, in Ubuntu"
-        " kernel.apparmor_restrict_unprivileged_userns, in Docker --security-opt"
-        " seccomp=unconfined), or remove the reward"
+        f"code of a model runs in a sandbox only, and this machine gives none: {reason}; {mend}, or"
+        " remove the reward"
     )
