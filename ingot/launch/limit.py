@@ -29,8 +29,8 @@ class LimitedCommand:
         self._process: subprocess.Popen[bytes] | None = None
         self._asked: list[int] = []
         self._is_late = False
-        for number in STOP_SIGNALS:
-            signal.signal(number, self._hand_on)
+        for each in STOP_SIGNALS:
+            signal.signal(each, self._hand_on)
         self._process = subprocess.Popen(command)
         for number in self._asked:  # while it was being started
             self._process.send_signal(number)
