@@ -13,7 +13,7 @@ import yaml
 
 from ingot.base.errors import WrongInput
 from ingot.base.runfolder import RunFolder
-from ingot.config.documents import value_of, with_numbers
+from ingot.config.documents import typed_value, with_numbers
 from ingot.config.knobs import all_knobs
 from ingot.config.load import load_recipe, split_arguments
 from ingot.config.recipe import Recipe
@@ -105,7 +105,7 @@ def _typed(argument: str, text: str, default: Any) -> Any:
     if isinstance(default, str):
         return text
     try:
-        value = with_numbers(value_of(text))
+        value = with_numbers(typed_value(text))
     except (yaml.YAMLError, ValueError, RecursionError):
         value = None
     wanted = {bool: "true or false", int: "a whole number", float: "a number"}.get(type(default))

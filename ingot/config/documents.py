@@ -11,6 +11,8 @@ from yaml.constructor import ConstructorError, SafeConstructor
 from yaml.resolver import Resolver
 
 _DEEPEST = 1000
+_HASH = "\ue000"
+"""A letter of nobody's, for a `#` that begins no comment."""
 _Parser: Any = getattr(yaml, "CSafeLoader", None)
 """libyaml's, ten times as fast as PyYAML's own, where PyYAML was built with it. It recurses on C's
 stack, which nothing guards.
@@ -88,6 +90,25 @@ def value_of(text: str) -> Any:
     """
     node = compose(text)
     return None if node is None else Constructor().construct_document(node)
+
+
+def typed_value(text: str) -> Any:
+    """The value of a text that was typed for one setting, where a `#` is a letter like others:
+    only a list or mapping of several lines has comments. Raises as `value_of` does.
+    """
+    if "#" not in text:
+        return value_of(text)
+    if len(text.splitlines()) > 1 and isinstance(compose(text), yaml.CollectionNode):
+        return value_of(text)
+    return _with_hashes(value_of(text.replace("#", _HASH)))
+
+
+def _with_hashes(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {_with_hashes(key): _with_hashes(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_with_hashes(item) for item in value]
+    return value.replace(_HASH, "#") if isinstance(value, str) and _HASH in value else value
 
 
 def _quoting(kind: Any) -> Any:

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from ingot.base.environment import RESOLVED_VARIABLE, holds_secret, read_dotenv
 from ingot.base.errors import WrongInput
 from ingot.base.progress import say
-from ingot.config.documents import Constructor, compose, dump, value_of
+from ingot.config.documents import Constructor, compose, dump, typed_value
 from ingot.config.knobs import all_knobs, changed_values, nearest_knob
 from ingot.config.recipe import Recipe
 from ingot.config.shipped import resolve, suggestion, tell_names
@@ -263,7 +263,7 @@ def dump_recipe(recipe: Recipe, *, changed: bool = False) -> str:
 
 def _scalar(text: str, where: str) -> Any:
     try:
-        return value_of(text)
+        return typed_value(text)
     except (
         yaml.YAMLError,
         ValueError,

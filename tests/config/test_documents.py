@@ -93,6 +93,28 @@ def test_what_libyaml_writes_otherwise_is_known() -> None:
         assert documents.dump(odd) == documents._dump(odd, yaml.SafeDumper)
 
 
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("/data/run #3", "/data/run #3"),
+        ("####", "####"),
+        ("'a # b'", "a # b"),
+        ("a#b", "a#b"),
+        ("{a: b #3, c: [#, 1]}", {"a": "b #3", "c": ["#", 1]}),
+        ("Follow it.\n# Rules", "Follow it. # Rules"),
+        ("a: 1 # one\nb: 2", {"a": 1, "b": 2}),
+    ],
+)
+def test_a_hash_that_was_typed_is_a_letter(text: str, value: object) -> None:
+    assert documents.typed_value(text) == value
+
+
+@pytest.mark.parametrize("text", ["[a, b] # c", "'a' # b", "{a: 1} #"])
+def test_what_stands_behind_a_typed_value_is_not_dropped(text: str) -> None:
+    with pytest.raises(yaml.YAMLError):
+        documents.typed_value(text)
+
+
 @pytest.mark.parametrize("text", ["1e-5", "-1E5", ".5e3", "+2.5e1", "7e10"])
 def test_an_exponent_is_a_number_where_one_may_be(text: str) -> None:
     """YAML 1.1 wants a dot and a sign, which Python and YAML 1.2 do not."""

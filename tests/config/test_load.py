@@ -489,6 +489,18 @@ def test_overrides_reach_into_lists_and_are_yaml(tmp_path: Path) -> None:
     assert recipe.model.config == {"num_hidden_layers": 2}
 
 
+def test_a_hash_is_part_of_a_value_wherever_it_is_typed(tmp_path: Path) -> None:
+    """In a file of YAML, and in a `.env` behind a space, it begins a comment."""
+    assert load(tmp_path, GOOD, "output=/data/run #3").output == "/data/run #3"
+    assert load(tmp_path, GOOD, environ={"INGOT_OUTPUT": "#3"}).output == "#3"
+    dotenv = 'INGOT_OUTPUT="/data/run #3"\nINGOT_NAME=a # mine\n'
+    recipe = load(tmp_path, f"{GOOD}seed: 3 # three\n", dotenv=dotenv)
+    assert (recipe.output, recipe.name, recipe.seed) == ("/data/run #3", "a", 3)
+    assert "the value is not YAML; put quotes around it" in said(
+        tmp_path, GOOD, "gate.metric=[a] #b"
+    )
+
+
 def test_numbers_of_free_settings_are_numbers_and_texts_stay_texts(tmp_path: Path) -> None:
     """Else `config.json` would hold the text "1e-5", which transformers refuses."""
     file = tmp_path / "recipe.yaml"

@@ -751,4 +751,12 @@ FAULTS = [
         "a training that failed half way is told as the finished one before it",
         "tests/pipeline/test_perform.py",
     ),
+    Fault(
+        "typed-behind-a-hash",
+        "ingot/config/documents.py",
+        '_with_hashes(value_of(text.replace("#", _HASH)))',
+        "value_of(text)",
+        "a typed setting loses what stands behind a hash, and a run goes into another folder",
+        "tests/config/test_documents.py",
+    ),
 ]
