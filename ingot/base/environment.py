@@ -36,6 +36,17 @@ _SECRET = re.compile(
     r"|JWT|PAT|PASSWORD|PASSWD|PASSPHRASE)$",
     re.IGNORECASE,
 )
+_DOTENV_LINE = re.compile(
+    r"""
+    ^[ \t]* (?:export[ \t]+)? ([\w.-]+) [ \t]*
+    (?: (=) (?: [ \t]* (['"]) (.*? | (?:(?!\3)[\s\S])*) \3 [ \t]* (?:[ \t]\#.*)? | (.*) )
+    | (?!=).* )$
+    """,
+    re.MULTILINE | re.VERBOSE,
+)
+"""A line that begins with a name; if it is assigned to, `=`, and the value behind it, in quotes or
+plain. Quotes end in their line if they can.
+"""
 
 
 def holds_secret(name: str) -> bool:
@@ -107,33 +118,28 @@ def ranks(environ: Mapping[str, str] | None = None) -> Ranks:
         ) from None
 
 
-def read_dotenv(path: Path) -> dict[str, str]:
-    """The `NAME=value` lines of a `.env` file; `#` comments, `export ` and quotes are understood,
-    nothing is expanded.
+def read_dotenv(path: Path, prefix: str) -> dict[str, str]:
+    """The `NAME=value` lines of a `.env` file whose names begin with `prefix`; `#` comments,
+    `export `, quotes and values in quotes over several lines are understood, nothing is expanded.
+    What else stands there is for others.
 
     Raises:
-        WrongInput: names a line that is none of these, or the file is not UTF-8.
+        WrongInput: a line begins with `prefix` and is none of these, or the file is not UTF-8. It
+            does not show the line, which might hold a secret.
     """
     values: dict[str, str] = {}
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise WrongInput(f"{path} is not UTF-8 (byte {error.start}); save it as UTF-8") from None
-    for number, line in enumerate(lines, start=1):
-        text = line.strip().removeprefix("export ").strip()
-        if not text or text.startswith("#"):
+    for found in _DOTENV_LINE.finditer(text):
+        name, equals, _, quoted, plain = found.groups()
+        if not name.startswith(prefix):
             continue
-        name, equals, value = text.partition("=")
-        if not equals or not name.strip().isidentifier():
-            raise WrongInput(
-                f"{path}:{number}: `{line.strip()[:60]}` is not NAME=value; mend or remove the line"
-            )
-        value = value.strip()
-        if len(value) >= 2 and value[0] == value[-1] and value[0] in "'\"":
-            value = value[1:-1]
-        else:
-            value = value.split(" #", 1)[0].rstrip()
-        values[name.strip()] = value
+        if not equals:
+            line = text.count("\n", 0, found.start()) + 1
+            raise WrongInput(f"{path}:{line}: the line is not NAME=value; mend or remove it")
+        values[name] = re.split(r"\s#", plain, maxsplit=1)[0].strip() if quoted is None else quoted
     return values
 
 

@@ -201,7 +201,7 @@ def read_values(
 
     for file in files:
         _merge_file(values, Path(file) if os.path.isfile(file) else resolve(file)[0])
-    from_dotenv = read_dotenv(dotenv) if dotenv is not None and dotenv.is_file() else {}
+    from_dotenv = read_dotenv(dotenv, PREFIX) if dotenv is not None and dotenv.is_file() else {}
     for place, variables in ((f"{dotenv}: ", from_dotenv), ("$", environ)):
         for name in sorted(variables):  # so that INGOT_TRAIN comes before INGOT_TRAIN__STEPS
             if name.startswith(PREFIX):

@@ -29,7 +29,7 @@ def test_each_system_has_a_tool_of_its_own_to_install_with(
 
 def test_a_dotenv_file_is_read_as_people_write_it(tmp_path: Path) -> None:
     path = tmp_path / ".env"
-    path.write_text("""
+    path.write_text("""\ufeffFIRST=1
 # a comment
 PLAIN=one two
 export EXPORTED=3
@@ -37,18 +37,34 @@ QUOTED="with # hash"
 SINGLE='it''s'
 EMPTY=
 COMMENTED=value # not this
+BOTH="with # hash"  # not "this"
+NOTHING= # to say
+HASHES=####
+a-b.C=names of others
+KEY="-----BEGIN KEY-----
+AbC=
+INSIDE=it
+-----END KEY-----" # over several lines
+OPEN="as it is
   SPACED = around
 URL=https://host/?a=b
 TOKEN=hf_a#b#c
 TAGGED=one#two # three
 """)
-    assert read_dotenv(path) == {
+    assert read_dotenv(path, "") == {
+        "FIRST": "1",
         "PLAIN": "one two",
         "EXPORTED": "3",
         "QUOTED": "with # hash",
         "SINGLE": "it''s",
         "EMPTY": "",
         "COMMENTED": "value",
+        "BOTH": "with # hash",
+        "NOTHING": "",
+        "HASHES": "####",
+        "a-b.C": "names of others",
+        "KEY": "-----BEGIN KEY-----\nAbC=\nINSIDE=it\n-----END KEY-----",
+        "OPEN": '"as it is',
         "SPACED": "around",
         "URL": "https://host/?a=b",
         "TOKEN": "hf_a#b#c",
@@ -56,19 +72,27 @@ TAGGED=one#two # three
     }
 
 
-@pytest.mark.parametrize("line", ["no equals sign", "=value", "1NAME=x", "A B=x"])
-def test_a_line_that_is_no_assignment_is_named(tmp_path: Path, line: str) -> None:
+@pytest.mark.parametrize("line", ["INGOT_KEY hf_secret", "export INGOT_A B=hf_secret", "INGOT_KEY"])
+def test_a_setting_that_is_no_assignment_is_named_by_its_line(tmp_path: Path, line: str) -> None:
     path = tmp_path / ".env"
-    path.write_text(f"OK=1\n{line}\n")
-    with pytest.raises(WrongInput, match=r"\.env:2: .* is not NAME=value"):
-        read_dotenv(path)
+    path.write_text(f"OK=1\nINGOT_KEY=x\n{line}\n")
+    with pytest.raises(WrongInput) as error:
+        read_dotenv(path, "INGOT_")
+    assert str(error.value) == f"{path}:3: the line is not NAME=value; mend or remove it"
+
+
+@pytest.mark.parametrize("line", ["hf_secret", "KEY: hf_secret", "=value", "source other.env"])
+def test_what_is_for_others_is_passed_over(tmp_path: Path, line: str) -> None:
+    path = tmp_path / ".env"
+    path.write_text(f"OK=1\n{line}\nINGOT_SEED=3\n")
+    assert read_dotenv(path, "INGOT_") == {"INGOT_SEED": "3"}
 
 
 def test_a_dotenv_file_that_is_not_utf8_is_named(tmp_path: Path) -> None:
     path = tmp_path / ".env"
     path.write_bytes(b"A=\xff")
     with pytest.raises(WrongInput, match=r"\.env is not UTF-8 \(byte 2\)"):
-        read_dotenv(path)
+        read_dotenv(path, "")
 
 
 def test_a_secret_is_a_reference_and_its_value_never_stands_in_an_error(

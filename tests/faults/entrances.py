@@ -759,4 +759,12 @@ FAULTS = [
         "a typed setting loses what stands behind a hash, and a run goes into another folder",
         "tests/config/test_documents.py",
     ),
+    Fault(
+        "settings-behind-a-mark",
+        "ingot/base/environment.py",
+        'encoding="utf-8-sig"',
+        'encoding="utf-8"',
+        "the first setting of a .env is passed over where an editor began it with a mark",
+        "tests/base/test_environment.py",
+    ),
 ]
