@@ -169,6 +169,12 @@ def _all_knobs(path: tuple[str, ...]) -> tuple[Knob, ...]:
     return tuple(knobs(installed=True))
 
 
+def free_mappings() -> set[str]:
+    """The plain paths of the knobs that are mappings with keys of any name."""
+    sections = {knob.plain.rpartition(".")[0] for knob in all_knobs()}
+    return {knob.plain for knob in all_knobs() if knob.type == "mapping"} - sections
+
+
 def find_knob(path: str) -> list[Knob]:
     """All knobs that `path` names (several if variants share a name). Raises WrongInput naming the
     nearest.

@@ -17,7 +17,7 @@ from ingot.base.environment import RESOLVED_VARIABLE, holds_secret, read_dotenv
 from ingot.base.errors import WrongInput
 from ingot.base.progress import say
 from ingot.config.documents import Constructor, compose, dump, typed_value
-from ingot.config.knobs import all_knobs, changed_values, nearest_knob
+from ingot.config.knobs import all_knobs, changed_values, free_mappings, nearest_knob
 from ingot.config.recipe import Recipe
 from ingot.config.shipped import resolve, suggestion, tell_names
 from ingot.config.values import (
@@ -46,7 +46,7 @@ STEP_KNOBS = {
 """The knobs of `launch` that a step of `pipeline.steps` can override, and their names there."""
 LEAST = {"name": "unnamed", "data": {"train": [{"source": "builtin:stdlib"}]}}
 """Stand-ins for required sections when the recipe's own cannot be read."""
-_OVERRIDE = re.compile(r"^[A-Za-z_][\w.]*=")
+_OVERRIDE = re.compile(r"^[A-Za-z_][\w.-]*=")
 _MERGE = "tag:yaml.org,2002:merge"
 
 
@@ -206,7 +206,7 @@ def read_values(
         for name in sorted(variables):  # so that INGOT_TRAIN comes before INGOT_TRAIN__STEPS
             if name.startswith(PREFIX):
                 where = f"{place}{name}"
-                type_in(name[len(PREFIX) :].lower().split("__"), variables[name], where)
+                type_in(_names(name[len(PREFIX) :]), variables[name], where)
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals or not key:
@@ -217,6 +217,19 @@ def read_values(
         where = f"`{as_typed(override)}` on the command line"
         type_in(key.split("."), text, where)
     return values
+
+
+def _names(variable: str) -> list[str]:
+    """The names that a variable's parts mean: knobs in any case, and keys of a mapping as they are,
+    such as those of `launch.environment`.
+    """
+    parts = variable.split("__")
+    names = [part.lower() for part in parts]
+    for count in range(2, len(parts)):
+        path = ".".join(name for name in names[:count] if not name.isdecimal())
+        if path in free_mappings():
+            return names[:count] + parts[count:]
+    return names
 
 
 def _type_into_steps(

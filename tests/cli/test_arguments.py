@@ -16,10 +16,16 @@ DEFAULTS: dict[str, Any] = {"count": 3, "share": 0.5, "word": "", "flag": False}
 
 def test_files_and_overrides_in_any_order() -> None:
     assert split_arguments(
-        ["a.yaml", "train.steps=3", "b/c.yaml", "data.train.0.source=/x/y=z"]
+        [
+            "a.yaml",
+            "train.steps=3",
+            "b/c-d.yaml",
+            "data.train.0.source=/x/y=z",
+            "cloud.prices.a2-h=3",
+        ]
     ) == (
-        ["a.yaml", "b/c.yaml"],
-        ["train.steps=3", "data.train.0.source=/x/y=z"],
+        ["a.yaml", "b/c-d.yaml"],
+        ["train.steps=3", "data.train.0.source=/x/y=z", "cloud.prices.a2-h=3"],
     )
 
 

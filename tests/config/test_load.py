@@ -379,6 +379,20 @@ def test_a_bad_override_is_named_as_it_was_typed(tmp_path: Path, override: str, 
     assert said(tmp_path, GOOD, override) == line
 
 
+def test_keys_of_a_mapping_in_a_variable_keep_their_case(tmp_path: Path) -> None:
+    environ = {
+        "INGOT_LAUNCH__ENVIRONMENT__NCCL_DEBUG": "INFO",
+        "INGOT_DATA__TRAIN__0__COLUMNS__text": "Body",
+        "INGOT_PIPELINE__STEPS__TRAIN__NODES": "2",
+    }
+    recipe = load(tmp_path, GOOD, environ=environ)
+    assert recipe.launch.environment == {"NCCL_DEBUG": "INFO"}
+    assert recipe.data.train[0].columns == {"text": "Body"}
+    assert recipe.pipeline.steps["train"].nodes == 2
+    dotenv = "INGOT_CLOUD__PRICES__a2-highgpu-1g=3.5\n"
+    assert load(tmp_path, GOOD, dotenv=dotenv).cloud.prices == {"a2-highgpu-1g": 3.5}
+
+
 def test_a_variable_that_names_no_knob_is_an_error(tmp_path: Path) -> None:
     assert (
         said(tmp_path, GOOD, environ={"INGOT_TRAIN__STEPZ": "3"})

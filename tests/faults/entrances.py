@@ -767,4 +767,12 @@ FAULTS = [
         "the first setting of a .env is passed over where an editor began it with a mark",
         "tests/base/test_environment.py",
     ),
+    Fault(
+        "keys-of-others-in-lower-case",
+        "ingot/config/load.py",
+        "return names[:count] + parts[count:]",
+        "return names",
+        "a variable for the processes of a training is set under a name that nothing reads",
+        "tests/config/test_load.py",
+    ),
 ]
