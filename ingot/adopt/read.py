@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
+from yaml.constructor import ConstructorError
 
 from ingot.base.errors import WrongInput
-from ingot.config.documents import compose
+from ingot.config.documents import MERGE, compose
 from ingot.config.values import one_line
 
 Form = Literal["mapping", "environment", "flags"]
@@ -29,6 +30,10 @@ MOST_BYTES, MOST_ENTRIES, DEEPEST = 1_000_000, 10_000, 20
 _VARIABLE = re.compile(r"(?:export\s+)?([A-Za-z_][A-Za-z0-9_]*)\s*=(.*)")
 _QUOTED = re.compile(r"""(['"])(.*?)\1(?:\s+#.*)?""")
 _FLAG = re.compile(r"--?[A-Za-z]")
+_COMMENT = re.compile(
+    r"""(?<!\S)#[^\n]*|((?:'[^']*'|"(?:\\.|[^"\\])*"|\\[^\r\n]|[^\s'"\\])+)""", re.DOTALL
+)
+"""A comment of a shell, which ends with its line; or a word, which may hold a `#` (`run#7`)."""
 _SECRET = re.compile(
     r"(?i)(^|[-_.])(token|password|passwd|api[-_]?key|secret|secret[-_]key|access[-_]key|credentials?)$"
 )
@@ -174,7 +179,8 @@ def _from_flags(text: str, path: Path) -> Iterator[GivenEntry]:
     `true`.
     """
     try:
-        words = shlex.split(re.sub(r"\\\r?\n", " ", text), comments=True)
+        bare = _COMMENT.sub(lambda found: found[1] or "", text)
+        words = shlex.split(re.sub(r"\\\r?\n", " ", bare))
     except ValueError as error:
         raise WrongInput(
             f"{path}: not a command line ({str(error).lower()}); mend the quotes"
@@ -230,6 +236,9 @@ def _flatten_pairs(
         name = f"{prefix}{key}"
         if isinstance(value, tuple) and value:
             _flatten_pairs(value, f"{name}.", where, found, depth + 1)
+        elif isinstance(value, list) and value and all(isinstance(item, tuple) for item in value):
+            for number, item in enumerate(value):
+                _flatten_pairs(item, f"{name}.{number}.", where, found, depth + 1)
         elif isinstance(value, list):
             found.append(
                 GivenEntry(
@@ -282,9 +291,9 @@ def _flatten_node(
     node: yaml.MappingNode, prefix: str, path: Path, found: list[GivenEntry], depth: int = 0
 ) -> None:
     _check_size(found, depth, str(path))
-    for key, value in node.value:
+    for key, value in _items(node):
         where = f"{path}:{key.start_mark.line + 1}"
-        name = f"{prefix}{key.value if isinstance(key, yaml.ScalarNode) else '?'}"
+        name = f"{prefix}{_name(key)}"
         if isinstance(value, yaml.MappingNode) and value.value:
             _flatten_node(value, f"{name}.", path, found, depth + 1)
         elif isinstance(value, yaml.SequenceNode) and _are_mappings(value.value):
@@ -305,6 +314,28 @@ def _flatten_node(
             found.append(
                 GivenEntry(name, value.value if isinstance(value, yaml.ScalarNode) else "", where)
             )
+
+
+def _items(node: yaml.MappingNode) -> list[tuple[yaml.Node, yaml.Node]]:
+    """The keys of a mapping with their values; before its own, what `<<: *base` adds to them. They
+    take the place of the mapping's, since many may be based on it.
+    """
+    own, merged = [], {}
+    for key, value in node.value:
+        if key.tag != MERGE:
+            own.append((key, value))
+            continue
+        for base in reversed(value.value if isinstance(value, yaml.SequenceNode) else [value]):
+            if not isinstance(base, yaml.MappingNode):
+                raise ConstructorError(None, None, "<< is for mappings", base.start_mark)
+            merged |= {_name(pair[0]): pair for pair in _items(base)}
+    given = {_name(key) for key, _ in own}
+    node.value = [pair for name, pair in merged.items() if name not in given] + own
+    return node.value
+
+
+def _name(key: yaml.Node) -> str:
+    return str(key.value) if isinstance(key, yaml.ScalarNode) else "?"
 
 
 def _are_mappings(items: list[yaml.Node]) -> bool:

@@ -10,6 +10,8 @@ import yaml
 from yaml.constructor import ConstructorError, SafeConstructor
 from yaml.resolver import Resolver
 
+MERGE = "tag:yaml.org,2002:merge"
+"""The tag of the key `<<`."""
 _DEEPEST = 1000
 _HASH = "\ue000"
 """A letter of nobody's, for a `#` that begins no comment."""

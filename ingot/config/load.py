@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from ingot.base.environment import RESOLVED_VARIABLE, holds_secret, read_dotenv
 from ingot.base.errors import WrongInput
 from ingot.base.progress import say
-from ingot.config.documents import Constructor, compose, dump, typed_value
+from ingot.config.documents import MERGE, Constructor, compose, dump, typed_value
 from ingot.config.knobs import all_knobs, changed_values, free_mappings, nearest_knob
 from ingot.config.recipe import Recipe
 from ingot.config.shipped import resolve, suggestion, tell_names
@@ -47,7 +47,6 @@ STEP_KNOBS = {
 LEAST = {"name": "unnamed", "data": {"train": [{"source": "builtin:stdlib"}]}}
 """Stand-ins for required sections when the recipe's own cannot be read."""
 _OVERRIDE = re.compile(r"^[A-Za-z_][\w.-]*=")
-_MERGE = "tag:yaml.org,2002:merge"
 
 
 def split_arguments(arguments: Iterable[str]) -> tuple[list[str], list[str]]:
@@ -351,7 +350,7 @@ def _items(node: yaml.MappingNode, file: str) -> dict[str, tuple[yaml.Node, yaml
     """
     seen: set[str] = set()
     for key_node, _ in node.value:
-        key = str(_construct(key_node, file)) if key_node.tag != _MERGE else "<<"
+        key = str(_construct(key_node, file)) if key_node.tag != MERGE else "<<"
         if key in seen:
             raise WrongInput(
                 f"{file}:{key_node.start_mark.line + 1}: `{one_line(key)}` stands twice in the same"

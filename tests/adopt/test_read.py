@@ -83,6 +83,41 @@ def test_flags(tmp_path: Path) -> None:
     assert read(tmp_path, text).form == "flags"
 
 
+def test_a_comment_among_flags_begins_a_word_and_ends_with_its_line(tmp_path: Path) -> None:
+    text = (
+        "#!/bin/bash\n# don't run it twice\npython train.py --name run#7 \\\n"
+        "  # --lr 1 \\\n  --note 'a # b' --lr 2 # not \"3\"\n--steps \"#4\" --mark \\#5 --last '6'#7\n"
+    )
+    assert pairs(tmp_path, text) == [
+        ("--name", "run#7"),
+        ("--note", "a # b"),
+        ("--lr", "2"),
+        ("--steps", "#4"),
+        ("--mark", "#5"),
+        ("--last", "6#7"),
+    ]
+
+
+def test_mappings_in_a_list_are_numbered_in_json_as_in_yaml(tmp_path: Path) -> None:
+    told = [("a.0.b", "1"), ("a.1.c.d", "x"), ("e", ())]
+    assert pairs(tmp_path, '{"a": [{"b": 1}, {"c": {"d": "x"}}], "e": []}') == told
+    assert pairs(tmp_path, "a: [{b: 1}, {c: {d: x}}]\ne: []") == told
+
+
+def test_what_is_merged_into_a_mapping_is_read_unless_it_says_it_itself(tmp_path: Path) -> None:
+    text = (
+        "base: &base {a: 1, b: 2}\nother: &other {<<: *base, b: 3, c: 4}\n"
+        "one: {b: 5, <<: *other}\ntwo: {<<: [*base, *other], d: 6}\nlist: [{<<: *other}]\n"
+    )
+    found = pairs(tmp_path, text)[2:]
+    assert found == [
+        *(("other.a", "1"), ("other.b", "3"), ("other.c", "4")),
+        *(("one.a", "1"), ("one.c", "4"), ("one.b", "5")),
+        *(("two.a", "1"), ("two.b", "2"), ("two.c", "4"), ("two.d", "6")),
+        *(("list.0.a", "1"), ("list.0.b", "3"), ("list.0.c", "4")),
+    ]
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
@@ -99,6 +134,8 @@ def test_flags(tmp_path: Path) -> None:
         ('{"a":' * 30_000, "nested too deeply"),
         ("a: " + "{x: " * (DEEPEST + 2) + "1" + "}" * (DEEPEST + 2), "nested too deeply"),
         ("a: &a {x: *a}", "nested too deeply"),
+        ("a: &a {<<: *a}", "nested too deeply"),
+        ("a: {<<: 1}", "not valid YAML (<< is for mappings)"),
         ("\n".join(f"a{i}: 1" for i in range(MOST_ENTRIES + 2)) + "\nb: {c: 1}", "too long"),
         ("--a " * (MOST_ENTRIES + 1), "more than"),
         ("A=" + "x" * MOST_BYTES, "more than 1,000,000 bytes"),

@@ -775,4 +775,20 @@ FAULTS = [
         "a variable for the processes of a training is set under a name that nothing reads",
         "tests/config/test_load.py",
     ),
+    Fault(
+        "flags-behind-a-hash-in-a-word",
+        "ingot/adopt/read.py",
+        '" ", bare))',
+        '" ", bare), comments=True)',
+        "all flags behind a name such as run#7 are left out, and a model is trained with other values",
+        "tests/adopt/test_read.py",
+    ),
+    Fault(
+        "merged-values-left-out",
+        "ingot/adopt/read.py",
+        "merged |= {_name(pair[0]): pair for pair in _items(base)}",
+        "continue",
+        "what an axolotl file merges into a section is left out, and trained without",
+        "tests/adopt/test_read.py",
+    ),
 ]
