@@ -234,6 +234,8 @@ NO_TEXT = (
     " such as PDF, into text"
 )
 """What to do with files that are no text as ingot reads it."""
+NOT_TEXT = {"invalid UTF-8", "not text"}
+"""What is said of records of such files."""
 
 
 def _tell(plan: _Plan, tally: RecordTally, parts: Sequence[RawPart], most: float) -> None:
@@ -249,7 +251,7 @@ def _tell(plan: _Plan, tally: RecordTally, parts: Sequence[RawPart], most: float
         files = f"{len(plan.files):,} file{'s' if len(plan.files) > 1 else ''}"
         raise WrongInput(
             f"{name} has no documents in {files} ({str(tally) or 'nothing is in there'});"
-            f" {NO_TEXT if 'invalid UTF-8' in tally.bad else 'check the path, `format` and `text`'}"
+            f" {NO_TEXT if tally.bad.keys() & NOT_TEXT else 'check the path, `format` and `text`'}"
         )
     if not parts:
         raise WrongInput(

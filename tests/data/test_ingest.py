@@ -220,6 +220,7 @@ def test_a_missing_column_is_seen_early(tmp_path: Path) -> None:
         ("a.csv", b"", "1 empty text"),
         ("a.json", b"[]", "nothing is in there"),
         ("a.txt", "Grüße".encode("latin-1"), "1 invalid UTF-8); save texts as UTF-8"),
+        ("a.tar", b"a.txt".ljust(257, b"\0") + b"ustar", "1 not text); save texts as UTF-8"),
     ],
 )
 def test_an_empty_data_set(tmp_path: Path, name: str, data: bytes, why: str) -> None:

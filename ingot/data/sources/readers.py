@@ -228,6 +228,8 @@ class _Frames(io.RawIOBase):
 
 
 DUMP_CHUNK_BYTES = 1 << 16
+TAR = b"ustar"
+"""What stands at byte 257 of a tar archive, whose headers and NULs are valid UTF-8."""
 
 
 def parse_file(
@@ -282,8 +284,14 @@ def _streamed(
 
 def _text(stream: IO[bytes]) -> Iterator[ParsedDocument | BadRecord]:
     data = stream.read(items.LARGEST_BYTES + 1)
+    if data[257:262] == TAR:
+        yield BadRecord(1, "not text", "a tar archive; unpack it")
+        return
     if len(data) > items.LARGEST_BYTES:
         yield BadRecord(1, "too large", f"above {items.LARGEST_BYTES:,} bytes; give it as JSONL")
+        return
+    if (place := data.find(0)) >= 0:
+        yield BadRecord(1, "not text", f"byte {place} is NUL, as in UTF-16 and in programs")
         return
     try:
         yield checked(1, data.decode("utf-8-sig"))

@@ -8,6 +8,7 @@ import bz2
 import gzip
 import io
 import json
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,24 @@ def test_plain_text_is_one_document() -> None:
     assert texts(read(b"\xef\xbb\xbfa\r\nb\n", "text")) == ["a\r\nb\n"]
     assert bad(read(b"ab\xff", "text")) == [(1, "invalid UTF-8")]
     assert bad(read(b" \n", "text")) == [(1, "empty text")]
+
+
+def test_what_is_valid_utf8_and_no_text() -> None:
+    """An archive would be one text with its headers and NULs, and so would UTF-16 of English."""
+    archive = io.BytesIO()
+    with tarfile.open(fileobj=archive, mode="w") as tar:
+        member = tarfile.TarInfo("a.txt")
+        member.size = 5
+        tar.addfile(member, io.BytesIO(b"words"))
+    for data, path in (
+        (archive.getvalue(), "a.tar"),
+        (gzip.compress(archive.getvalue()), "a.tar.gz"),
+    ):
+        assert list(map(str, read(data, "text", path=path))) == [
+            "not text (a tar archive; unpack it)"
+        ]
+    assert bad(read("words".encode("utf-16-le"), "text")) == [(1, "not text")]
+    assert texts(read(jsonl({"text": "a\0b"}), "jsonl")) == ["a\0b"]
 
 
 def test_quotes_of_csv_that_are_never_closed() -> None:
