@@ -141,9 +141,14 @@ class DocumentExtractor:
         return {self.columns.get(name, name) for name in UNREAD} if self.exact_numbers else set()
 
     def check(self, place: str, there: Sequence[str]) -> None:
-        """Raises WrongInput if a table lacks required columns."""
+        """Raises WrongInput if a table lacks required columns, or has two of one that is read."""
         if any(name not in there for name in self.required_columns):
             raise self.missing_error(place, list(there))
+        for name in self.read_columns(there):
+            if there.count(name) > 1:
+                raise WrongInput(
+                    f"{place} has {there.count(name)} columns `{name}`; rename or remove the others"
+                )
 
     def extract(self, row: int, record: Any) -> ParsedDocument | BadRecord:
         """The document of one record, which may be any JSON value."""

@@ -137,6 +137,14 @@ def test_what_is_valid_utf8_and_no_text() -> None:
     assert texts(read(jsonl({"text": "a\0b"}), "jsonl")) == ["a\0b"]
 
 
+@pytest.mark.parametrize("kind", ["csv", "tsv"])
+def test_a_header_that_names_what_is_read_twice_is_refused(kind: Format) -> None:
+    data = "id,text,id,text\n0,a,1,b\n".replace(",", "," if kind == "csv" else "\t").encode()
+    with pytest.raises(WrongInput, match="file has 2 columns `text`; rename or remove the others"):
+        read(data, kind)
+    assert texts(read(data.replace(b"text", b"note", 1), kind)) == ["b"]
+
+
 def test_quotes_of_csv_that_are_never_closed() -> None:
     """As of a download that broke, and of a stray quote: no rows are taken for part of a text."""
     cut = read(b'id,text\n1,whole\n2,"cut he', "csv")
