@@ -135,7 +135,9 @@ def parquet(
     """Rows of a Parquet file, counted from 1."""
     try:
         # Without the buffer a whole row group is read at once, however large.
-        file = pq.ParquetFile(stream, buffer_size=BUFFER_BYTES, pre_buffer=False)
+        file = pq.ParquetFile(
+            stream, buffer_size=BUFFER_BYTES, pre_buffer=False, page_checksum_verification=True
+        )
     except (pa.ArrowException, OSError) as error:
         yield BadRecord(1, "broken Parquet", str(error)[:120], ends_file=True)
         return
@@ -162,7 +164,7 @@ def arrow(
     schema = next(batches)
     columns, extractor = columns_of(schema, path, extractor), with_classes(extractor, schema)
     files = files_among(schema, extractor.asked_columns)
-    told = (with_presence(batch.select(columns), files) for batch in batches)
+    told = (with_presence(_whole(batch.select(columns)), files) for batch in batches)
     yield from _rows(told, "Arrow", extractor, schema.names)
 
 
@@ -180,8 +182,35 @@ def _arrow_batches(stream: IO[bytes]) -> Iterator[Any]:
     def chained() -> Iterator[Any]:
         yield reader.schema
         yield from batches
+        if not is_file and stream.read(1):
+            raise pa.ArrowInvalid("more follows behind what says that it is the end")
 
     return chained()
+
+
+def _whole(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """The batch; values of a damaged one may lie beyond it, and reading them ends the process.
+    Raises ArrowInvalid for those, and leaves alone what is not UTF-8, which is told by its row.
+    """
+    for column in batch.columns:
+        try:
+            column.validate(full=True)
+        except pa.ArrowInvalid:
+            column.view(_as_bytes(column.type)).validate(full=True)
+    return batch
+
+
+def _as_bytes(kind: pa.DataType) -> pa.DataType:
+    """The type with bytes in place of texts."""
+    if pa.types.is_struct(kind):
+        return pa.struct([field.with_type(_as_bytes(field.type)) for field in kind])
+    if pa.types.is_map(kind):
+        return pa.map_(_as_bytes(kind.key_type), _as_bytes(kind.item_type))
+    if pa.types.is_list(kind):
+        return pa.list_(_as_bytes(kind.value_type))
+    if pa.types.is_large_list(kind):
+        return pa.large_list(_as_bytes(kind.value_type))
+    return {pa.string(): pa.binary(), pa.large_string(): pa.large_binary()}.get(kind, kind)
 
 
 def batch_documents(

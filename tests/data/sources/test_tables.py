@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import struct
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from ingot.base.errors import WrongInput
 from ingot.data.documents.kinds import DocumentExtractor
 from ingot.data.documents.records import BadRecord, ParsedDocument
 from ingot.data.sources import tables
@@ -25,12 +27,20 @@ def arrow_file(table: pa.Table) -> bytes:
     return stream.getvalue()
 
 
+def arrow_stream(table: pa.Table) -> bytes:
+    stream = io.BytesIO()
+    with pa.ipc.new_stream(stream, table.schema) as writer:
+        writer.write_table(table)
+    return stream.getvalue()
+
+
 def parquet_file(table: pa.Table) -> bytes:
     stream = io.BytesIO()
     pq.write_table(table, stream)
     return stream.getvalue()
 
 
+TURN = ["role", "content"]
 FAR = pa.array([19_000, 2_932_897], pa.int32()).view(pa.date32())
 """Python has no dates after the year 9999."""
 
@@ -118,6 +128,58 @@ def test_a_table_that_is_cut_short_is_no_bad_record(
     (cut,) = read(data[: len(data) // 2], kind)
     assert isinstance(cut, BadRecord)
     assert cut.ends_file
+
+
+def test_what_follows_the_end_of_a_stream_is_told() -> None:
+    """Zeros over a header say that it is the end, and so does the first of two streams."""
+    whole = arrow_stream(pa.table({"text": TEXTS}))
+    assert texts(read(whole, "arrow")) == TEXTS
+    *read_all, told = read(whole + whole, "arrow")
+    assert texts(read_all) == TEXTS
+    assert (told.row, isinstance(told, BadRecord) and told.ends_file) == (5, True)
+
+
+@pytest.mark.parametrize("written", [arrow_file, arrow_stream])
+def test_a_value_beyond_its_batch_is_not_read(written: Callable[[pa.Table], bytes]) -> None:
+    """It would be read from anywhere in memory, which may end the process."""
+    ends, beyond = struct.pack("<3i", 0, 3, 8), struct.pack("<3i", 0, 3, 800)
+    data = written(pa.table({"text": ["one", "three"]}))
+    assert data.count(ends) == 1
+    (told,) = read(data.replace(ends, beyond), "arrow")
+    assert bad([told]) == [(1, "broken Arrow")]
+
+
+def test_a_text_in_a_chat_that_is_not_utf8_costs_its_row_alone() -> None:
+    said = pa.array([b"a", b"b", b"\xff", b"d"], pa.binary()).view(pa.string())
+    turns = pa.StructArray.from_arrays([pa.array(["user", "assistant"] * 2), said], TURN)
+    chats = pa.ListArray.from_arrays(pa.array([0, 2, 4], pa.int32()), turns)
+    data = arrow_stream(pa.table({"messages": chats}))
+    items = list(parse_file(io.BytesIO(data), "file", "arrow", DocumentExtractor(documents="chat")))
+    assert (len(texts(items)), [row for row, _ in bad(items)]) == (1, [2])
+
+
+@pytest.mark.parametrize(
+    ("written", "kind"),
+    [(parquet_file, "parquet"), (arrow_stream, "arrow")],
+    ids=["parquet", "arrow"],
+)
+def test_two_columns_of_one_name_are_refused_where_they_are_read(
+    written: Callable[[pa.Table], bytes], kind: Format
+) -> None:
+    columns = [pa.array(["a"]), pa.array(["b"]), pa.array(["c"])]
+    twice = written(pa.Table.from_arrays(columns, ["text", "id", "text"]))
+    with pytest.raises(WrongInput, match="file has 2 columns `text`; rename or remove the others"):
+        read(twice, kind)
+    assert texts(read(written(pa.Table.from_arrays(columns, ["id", "text", "id"])), kind)) == ["b"]
+
+
+def test_a_page_whose_checksum_is_another_is_told() -> None:
+    data = parquet(
+        ["one", "three"], compression="none", use_dictionary=False, write_page_checksum=True
+    )
+    assert texts(read(data, "parquet")) == ["one", "three"]
+    items = read(data.replace(b"three", b"th!ee"), "parquet")
+    assert bad(items) == [(1, "broken Parquet")]
 
 
 def test_broken_parquet() -> None:
