@@ -146,8 +146,10 @@ def test_only_json_that_cannot_go_on_ends_before_min_tokens(
         ({"type": "integer", "minimum": 9, "maximum": 3}, "cannot be followed"),
         ({"type": "string", "pattern": "(?=a)b"}, "cannot be followed"),
         ({"type": "array", "uniqueItems": True}, "cannot be followed"),
+        ({"$ref": "#"}, "refers to itself alone"),
+        ({"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}, "refers to itself alone"),
     ],
-    ids=["type", "reference", "empty", "pattern", "unsupported"],
+    ids=["type", "reference", "empty", "pattern", "unsupported", "itself", "itself inside"],
 )
 def test_a_schema_that_cannot_be_followed_is_refused(
     grammars: JSONGrammars, schema: dict[str, Any], words: str

@@ -174,9 +174,9 @@ class JSONGrammars:
             vocabulary = self._vocabulary
         matcher = llguidance.LLMatcher(vocabulary, grammar, log_level=0, limits=LIMITS)
         warnings = matcher.get_grammar_warnings()
-        if matcher.is_error() or warnings:
-            said = (matcher.get_error() or "; ".join(warnings)).partition("<state>")[0]
-            reason = " ".join(said.split())[:300]
+        said = matcher.get_error() or "; ".join(warnings) or _no_beginning(matcher.deep_copy())
+        if said:
+            reason = " ".join(said.partition("<state>")[0].split())[:300]
             raise WrongInput(f"{what} cannot be followed ({reason}); mend or simplify it")
         return JSONConstraint(matcher)
 
@@ -198,6 +198,16 @@ class JSONGrammars:
         if written.decode(errors="replace").strip() != SAMPLE or asked != SAMPLE.encode():
             raise _unknown_bytes(self._tokenizer)
         return made
+
+
+def _no_beginning(matcher: llguidance.LLMatcher) -> str:
+    """Why the grammar fails where the first token is chosen; "" if it does not."""
+    matcher.compute_bitmask()
+    return (
+        f"no answer can begin, as where it refers to itself alone: {matcher.get_error()}"
+        if matcher.is_error()
+        else ""
+    )
 
 
 VALUES = {"const", "default", "enum", "examples"}
