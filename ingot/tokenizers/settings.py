@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,12 @@ were equal.
 
 CONFIG = "tokenizer_config.json"
 NAMED = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
+_KINDS = {
+    "chat_template": "a text, or a list of {name: text, template: text}",
+    "additional_special_tokens": "a list of texts or of {content: text}",
+    "added_tokens_decoder": "{id: {content: text}}",
+}
+"""How transformers writes what has several parts."""
 Files = Mapping[str, str | bytes]
 """Name -> content of a tokenizer's files; models are bytes, all else is text."""
 
@@ -36,16 +42,49 @@ def text_of(files: Files, name: str) -> str | None:
 def read_config(files: Files, where: str) -> dict[str, Any]:
     """`special_tokens_map.json` and `tokenizer_config.json` merged, without null values; the latter
     wins.
+
+    Raises:
+        WrongInput: a file is not a JSON object, or a value of it is of another kind than
+            transformers writes.
     """
     merged: dict[str, Any] = {}
     for name in ("special_tokens_map.json", CONFIG):
         if (text := text_of(files, name)) is not None:
-            merged |= {
-                key: value
-                for key, value in _json_object(text, f"{where}/{name}").items()
-                if value is not None
-            }
+            found = _json_object(text, f"{where}/{name}")
+            given = {key: value for key, value in found.items() if value is not None}
+            _check_kinds(given, f"{where}/{name}")
+            merged |= given
     return merged
+
+
+def _check_kinds(config: Mapping[str, Any], where: str) -> None:
+    """Raises WrongInput for values that are of another kind than is read below."""
+    templates = config.get("chat_template", "")
+    listed = config.get("additional_special_tokens", [])
+    added = config.get("added_tokens_decoder", {})
+    fine = {
+        "chat_template": isinstance(templates, str)
+        or _all(templates, lambda one: _has_text(one, "name") and _has_text(one, "template")),
+        "additional_special_tokens": _all(
+            listed, lambda one: isinstance(one, str) or _has_text(one, "content")
+        ),
+        "added_tokens_decoder": isinstance(added, dict)
+        and all(map(str.isdecimal, added))
+        and _all(list(added.values()), lambda one: _has_text(one, "content")),
+    }
+    if wrong := [name for name, holds in fine.items() if not holds]:
+        raise WrongInput(
+            f"{where}: {wrong[0]} is not as transformers writes it, {_KINDS[wrong[0]]}; mend it, or"
+            " fetch or save the tokenizer again"
+        )
+
+
+def _all(values: Any, fine: Callable[[Any], bool]) -> bool:
+    return isinstance(values, list) and all(map(fine, values))
+
+
+def _has_text(value: Any, key: str) -> bool:
+    return isinstance(value, dict) and isinstance(value.get(key), str)
 
 
 def named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
@@ -67,12 +106,10 @@ def chat_template(files: Files, config: Mapping[str, Any]) -> str | None:
     """
     if (own := text_of(files, "chat_template.jinja")) is not None:
         return own
-    template = config.get("chat_template")
-    if isinstance(template, list):
-        template = next(
-            (item["template"] for item in template if item.get("name") == "default"), None
-        )
-    return template if isinstance(template, str) else None
+    given = config.get("chat_template")
+    if isinstance(given, list):
+        given = next((item["template"] for item in given if item["name"] == "default"), None)
+    return None if given is None else str(given)
 
 
 def _json_object(text: str, where: str) -> dict[str, Any]:
@@ -103,9 +140,12 @@ def with_added_tokens(config: dict[str, Any], text: str | None, where: str) -> d
     if text is None or config.get("added_tokens_decoder"):
         return config
     special = {*named_tokens(config).values(), *listed_tokens(config)}
+    ids = _json_object(text, where)
+    if wrong := [content for content, index in ids.items() if type(index) is not int or index < 0]:
+        raise WrongInput(f"{where}: `{wrong[0][:60]}` has no id; fetch or save the tokenizer again")
     found = {
         str(index): {"content": content, "special": content in special}
-        for content, index in _json_object(text, where).items()
+        for content, index in ids.items()
     }
     return {**config, "added_tokens_decoder": found}
 
@@ -113,18 +153,15 @@ def with_added_tokens(config: dict[str, Any], text: str | None, where: str) -> d
 def listed_tokens(config: Mapping[str, Any]) -> list[str]:
     """`additional_special_tokens`, as text."""
     return [
-        token["content"] if isinstance(token, Mapping) else str(token)
-        for token in config.get("additional_special_tokens") or ()
+        token["content"] if isinstance(token, Mapping) else token
+        for token in config.get("additional_special_tokens", ())
     ]
 
 
 def added_tokens(config: Mapping[str, Any]) -> list[AddedVocabulary]:
     """`added_tokens_decoder` of a tokenizer_config.json, by id; [] where there is none."""
-    found = config.get("added_tokens_decoder")
-    if not isinstance(found, Mapping):
-        return []
     tokens = [
         AddedVocabulary(int(index), token["content"], bool(token.get("special")))
-        for index, token in found.items()
+        for index, token in config.get("added_tokens_decoder", {}).items()
     ]
     return sorted(tokens, key=lambda token: token.id)

@@ -295,4 +295,12 @@ FAULTS = [
         "a schema that nothing fits is an error of the model's, and not of who sent it",
         "tests/serve/test_grammar.py",
     ),
+    Fault(
+        "an-end-that-is-no-id",
+        "ingot/models/generation/generator.py",
+        "if not all(type(token) is int for token in ids):",
+        "if False:",
+        "an end that a file names by its text is never met, and each answer goes on to its limit",
+        "tests/models/generation/test_generator.py",
+    ),
 ]

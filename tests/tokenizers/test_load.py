@@ -104,6 +104,36 @@ def test_a_folder_without(tmp_path: Path, files: dict[str, str], message: str) -
         load_tokenizer(write(tmp_path, files))
 
 
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [
+        ("tokenizer_config.json", "chat_template", [{"name": "default"}]),
+        ("tokenizer_config.json", "chat_template", ["{{ messages }}"]),
+        ("tokenizer_config.json", "chat_template", 3),
+        ("tokenizer_config.json", "additional_special_tokens", "<|im_end|>"),
+        ("special_tokens_map.json", "additional_special_tokens", [{"id": 3}]),
+        ("tokenizer_config.json", "added_tokens_decoder", {"one": {"content": "a"}}),
+        ("tokenizer_config.json", "added_tokens_decoder", {"1": "a"}),
+        ("tokenizer_config.json", "added_tokens_decoder", [{"content": "a"}]),
+    ],
+)
+def test_a_value_of_another_kind_is_named(
+    tmp_path: Path, name: str, key: str, value: object
+) -> None:
+    files = bpe_files()
+    values = json.loads(files.get(name, "{}")) | {key: value}
+    write(tmp_path, {**files, name: json.dumps(values)})
+    with pytest.raises(WrongInput, match=f"{name}: {key} is not as transformers writes it, "):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("index", ["7", None, -1, True, [7]])
+def test_an_added_token_without_an_id_is_named(tmp_path: Path, index: object) -> None:
+    write(tmp_path, {**bpe_files(), "added_tokens.json": json.dumps({"<x>": index})})
+    with pytest.raises(WrongInput, match=r"added_tokens\.json: `<x>` has no id; fetch or save"):
+        load_tokenizer(tmp_path)
+
+
 def gpt2_files() -> dict[str, str]:
     state = json.loads(bpe_files()["tokenizer.json"])
     vocabulary = {text: index for text, index in state["model"]["vocab"].items() if index > 2} | {

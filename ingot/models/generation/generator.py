@@ -314,7 +314,7 @@ def _unread(job: GenerationJob) -> int:
 
 def eos_ids(folder: Path, fallback: int | None = None) -> frozenset[int]:
     """The tokens that end a completion of the model in `folder`: those of `generation_config.json`,
-    else `config.json`, else `fallback`.
+    else `config.json`, else `fallback`. Raises WrongInput if what stands there is no id.
     """
     for name in ("generation_config.json", "config.json"):
         try:
@@ -326,5 +326,11 @@ def eos_ids(folder: Path, fallback: int | None = None) -> frozenset[int]:
                 f"{folder / name} is not a JSON mapping; fetch or export the model again"
             ) from None
         if value is not None:
-            return frozenset(value if isinstance(value, list) else [value])
+            ids = value if isinstance(value, list) else [value]
+            if not all(type(token) is int for token in ids):
+                raise WrongInput(
+                    f"{folder / name}: eos_token_id is neither a token's id nor a list of ids; mend"
+                    " it, or fetch or export the model again"
+                )
+            return frozenset(ids)
     return frozenset(() if fallback is None else [fallback])

@@ -159,9 +159,9 @@ class DecoderConfig:
             raise WrongInput(
                 f"{where}: {error.args[0]} is missing; add it to the configuration"
             ) from None
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, ArithmeticError) as error:
             raise WrongInput(
-                f"{where}: a size is not a number ({error}); mend the configuration"
+                f"{where}: a size is no number to compute with ({error}); mend the configuration"
             ) from None
         made._check(where)
         return made

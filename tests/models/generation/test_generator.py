@@ -390,6 +390,13 @@ def test_eos_is_read_where_it_stands(
     assert eos_ids(tmp_path, 9) == wanted
 
 
+@pytest.mark.parametrize("value", ["</s>", {"id": 2}, [2, "7"], [[2]], 2.5, True])
+def test_an_eos_that_is_no_id_is_named(tmp_path: Path, value: object) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
+    with pytest.raises(WrongInput, match=r"generation_config\.json: eos_token_id is neither a"):
+        eos_ids(tmp_path)
+
+
 def test_eight_together_take_the_passes_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """No decoding pass serves one request alone."""
     model = Decoder(DecoderConfig.from_hf(preset("llama-3m"))).eval()

@@ -5,6 +5,7 @@ generated, out, and in again with more tokens.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.metadata import version
@@ -474,6 +475,8 @@ READ_WITH_OTHERS = {
         ("minimax_m2", {"attn_type_list": [1, 0]}, "attn_type_list [1, 0]"),
         ("minimax_m2", {"routed_scaling_factor": 2.0}, "`routed_scaling_factor`"),
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv 8.0"),
+        ("llama2", {"hidden_size": math.inf}, "a size is no number to compute with"),
+        ("gemma3", {"query_pre_attn_scalar": -256}, "a size is no number to compute with"),
         (
             "ministral3",
             {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
