@@ -313,4 +313,20 @@ FAULTS = [
         "right answers get no reward in a process that reads more than a thousand files",
         VERDICTS,
     ),
+    Fault(
+        "closes-an-empty-range",
+        "ingot/rewards/sandbox/enclose.py",
+        " if each + 1 < above]",
+        "]",
+        "on Python 3.13 right answers get no reward in a process that reads more than 60 files",
+        VERDICTS,
+    ),
+    Fault(
+        "mute-before-the-limits",
+        "ingot/rewards/sandbox/enclose.py",
+        '            _close_all_but(order["pipes"])\n            _limit(order)\n',
+        '            _close_all_but(order["pipes"])\n            _mute()\n            _limit(order)\n',
+        "a sandbox that the kernel refuses does not say why",
+        VERDICTS,
+    ),
 ]

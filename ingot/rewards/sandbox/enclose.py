@@ -17,6 +17,7 @@ import os
 import resource
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,8 @@ PIVOT_ROOT, CAPSET = {"x86_64": (155, 126), "aarch64": (41, 91)}.get(os.uname().
 NOBODY, INSIDE = 65534, 1000
 ARENAS = -8
 """glibc: M_ARENA_MAX."""
+DESCRIPTORS = 65536
+"""None above is open here, but for a pipe that the trainer has there."""
 TARGET = "/tmp"
 """Where the new root is put together; hidden by it from then on, for this process alone."""
 LINKED = ("zlib", "_bz2", "_lzma", "_hashlib", "_decimal", "_struct", "_json", "_random", "math")
@@ -135,9 +138,11 @@ def _fork_first(order: dict[str, Any], program: str) -> int:
         os.write(report, b"x")
         os.close(let)
         if os.read(go, 1):  # else its parent died before the kernel was asked to tell
-            _limit(order)
+            # Before the limit, above which not every kernel closes some and keeps others.
             _close_all_but(order["pipes"])
+            _limit(order)
             restrict()
+            _mute()
             status = 0
     except OSError as error:
         os.write(2, f"{error.filename or 'system'}: {error.strerror}\n".encode())
@@ -224,12 +229,25 @@ def _limit(order: dict[str, Any]) -> None:
 
 def _close_all_but(pipes: list[int]) -> None:
     """A descriptor of a folder outside would be a way out."""
+    for first, end in gaps([0, 1, 2, *pipes]):
+        os.closerange(first, end)
+
+
+def gaps(kept: Sequence[int]) -> list[tuple[int, int]]:
+    """The descriptors between these and above them, as ranges for `os.closerange`. None is empty:
+    asked to close nothing, Python 3.13 may close all that follows.
+    """
+    lower = sorted(kept)
+    pairs = zip(lower, [*lower[1:], DESCRIPTORS], strict=True)
+    return [(each + 1, above) for each, above in pairs if each + 1 < above]
+
+
+def _mute() -> None:
+    """The last to be done, so that whatever was refused before could still be told on stderr."""
     empty = os.open("/dev/null", os.O_RDWR)
     for each in (0, 1, 2):
         os.dup2(empty, each)
-    kept = sorted(pipes)
-    for first, last in zip([2, *kept], [*kept, 65536], strict=True):
-        os.closerange(first + 1, last)
+    os.close(empty)
 
 
 def _run(order: dict[str, Any], program: str) -> None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from ingot.config.sections.rewards import CodeReward
 from ingot.rewards.code import PYTHON, Code, code_of, fenced_blocks
 from ingot.rewards.protocol import RewardFailed, Sample
+from ingot.rewards.sandbox.enclose import DESCRIPTORS, gaps
 from ingot.rewards.sandbox.run import SandboxLimits, Verdict, run_trial
 from tests.rewards.crowd import many_open_files
 from tests.rewards.sandbox.kernel import kernel_isolates
@@ -373,3 +374,14 @@ def test_fences_without_end_take_linear_time() -> None:
 def test_a_process_with_many_open_files_runs_tests() -> None:
     with many_open_files():
         assert run_trial("x = 1", "assert x == 1", SandboxLimits()) == Verdict(1, 1, whole=True)
+
+
+def test_no_empty_range_of_descriptors_is_closed() -> None:
+    """With pipes side by side above the sandbox's limit, 3.13 closed the second one as well."""
+    assert gaps([0, 1, 2, 71, 70, 64]) == [(3, 64), (65, 70), (72, DESCRIPTORS)]
+    assert gaps([0, 1, 2, 3, DESCRIPTORS + 5]) == [(4, DESCRIPTORS + 5)]
+
+
+def test_a_limit_that_the_kernel_refuses_is_named() -> None:
+    with pytest.raises(RewardFailed, match="OverflowError"):
+        run_trial("x = 1", "assert x == 1", SandboxLimits(memory_mib=1 << 50))
