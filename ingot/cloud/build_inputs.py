@@ -142,7 +142,8 @@ def _installed(package: Path) -> dict[str, Path]:
         return files
     for record in recorded:
         name = PurePosixPath(record).as_posix()
-        if f"{SHARED}/" in name:
+        # pip records what it compiles too, which differs each time.
+        if f"{SHARED}/" in name and "__pycache__" not in record.parts:
             files[name.partition(f"{SHARED}/")[2]] = Path(str(record.locate()))
     return files
 

@@ -94,6 +94,31 @@ def test_a_checkout_that_git_cannot_read_is_told_in_one_line(
         ingot_source()
 
 
+def test_each_installation_builds_the_same_image(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """pip records as installed what it has compiled, and no two of these files are alike."""
+    made = []
+    for each in ("one", "two"):
+        shared = plain(tmp_path / each / "share" / "ingot")
+        site = running_from(monkeypatch, tmp_path / each / "lib")
+        site.mkdir()
+        (shared / "ingot").rename(site / "ingot")
+        for folder in (shared / "images", site / "ingot"):
+            (folder / "__pycache__").mkdir()
+            (folder / "__pycache__" / "a.cpython-311.pyc").write_text(f"compiled for {each}")
+        about = site / "ingot-0.dist-info"
+        about.mkdir()
+        (about / "METADATA").write_text("Metadata-Version: 2.1\nName: ingot\nVersion: 0\n")
+        files = (path for path in shared.rglob("*") if path.is_file())
+        record = "".join(f"../share/ingot/{path.relative_to(shared)},,\n" for path in files)
+        (about / "RECORD").write_text(record)
+        monkeypatch.syspath_prepend(str(site))
+        made.append(ingot_source())
+    assert made[0].revision == made[1].revision
+    assert made[0].data == made[1].data
+
+
 @pytest.mark.slow
 def test_an_installed_ingot_builds_images_too(tmp_path: Path) -> None:
     """A wheel carries the Dockerfiles and what they copy; from there comes the same as from a
