@@ -15,12 +15,12 @@ import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ingot.base.userfolders import cache_folder
 from ingot.config.sections.layout import MemorySettings, Parallel, Precision
 from ingot.models.device import Compute, kernel_type
 from ingot.models.kinds import AnyModel
@@ -55,8 +55,8 @@ def keep_compiled() -> None:
     """Keep the compiler's cache across reboots, unless the environment already sets its folder:
     torch's default is a temporary one.
     """
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    os.environ.setdefault(CACHE, str(base / "ingot" / "compiled"))
+    if CACHE not in os.environ:
+        os.environ[CACHE] = str(cache_folder() / "compiled")
 
 
 TYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import platform
 from pathlib import Path
 
 from ingot.base.markers import fingerprint
 from ingot.base.storage import write_atomic
+from ingot.base.userfolders import cache_folder
 from ingot.tokenizers.encoders import LIBRARIES, REFERENCE
 from ingot.tokenizers.tokenizer import Tokenizer
 
@@ -27,7 +27,7 @@ def remembered_encoder(tokenizer: Tokenizer) -> str | None:
     """
     try:
         found = json.loads(_file(tokenizer).read_bytes())["encoder"]
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError):
+    except (OSError, ValueError, KeyError, TypeError):
         return None
     known = any(found == library.name for library in LIBRARIES if library.version is not None)
     return found if known else None
@@ -38,7 +38,7 @@ def remember_encoder(tokenizer: Tokenizer, name: str) -> None:
     if name == REFERENCE:
         return
     # Without a folder that can be written, the next run chooses again.
-    with contextlib.suppress(OSError, RuntimeError):
+    with contextlib.suppress(OSError):
         file = _file(tokenizer)
         file.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(file, json.dumps({"encoder": name}) + "\n")
@@ -46,17 +46,15 @@ def remember_encoder(tokenizer: Tokenizer, name: str) -> None:
 
 def forget_encoder(tokenizer: Tokenizer) -> None:
     """Remove a choice that proved wrong."""
-    with contextlib.suppress(OSError, RuntimeError):
+    with contextlib.suppress(OSError):
         _file(tokenizer).unlink(missing_ok=True)
 
 
 def _file(tokenizer: Tokenizer) -> Path:
-    """Raises RuntimeError where the user has no home."""
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     about = [
         tokenizer.identity(),
         tokenizer.library,
         [library.name for library in LIBRARIES],
         platform.node(),
     ]
-    return base / "ingot" / "encoders" / f"{fingerprint(about)}.json"
+    return cache_folder() / "encoders" / f"{fingerprint(about)}.json"

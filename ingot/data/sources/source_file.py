@@ -5,7 +5,6 @@ stamped; and the cache of facts about remote sources.
 from __future__ import annotations
 
 import json
-import os
 import re
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -15,6 +14,7 @@ from urllib.parse import parse_qsl, urlsplit
 from ingot.base.errors import IngotError
 from ingot.base.markers import fingerprint
 from ingot.base.storage import write_atomic
+from ingot.base.userfolders import cache_folder
 
 Format = Literal[
     "jsonl",
@@ -98,11 +98,6 @@ def utf8_safe(text: str) -> str:
     contain them.
     """
     return text.encode("utf-8", "replace").decode()
-
-
-def cache_folder() -> Path:
-    """`ingot` in the user's cache folder, which `XDG_CACHE_HOME` overrides."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ingot"
 
 
 def remember(key: str, value: Any) -> None:

@@ -22,10 +22,11 @@ from ingot.base.errors import Failed, WrongInput
 from ingot.base.markers import fingerprint
 from ingot.base.progress import Progress, say
 from ingot.base.storage import disk_errors, fsync_folder
+from ingot.base.userfolders import cache_folder
 from ingot.config.sections.data import SourceSettings
 from ingot.data.documents.records import EMPTY, BadRecord, ParsedDocument, checked
 from ingot.data.sources.kind import SourceKind
-from ingot.data.sources.source_file import SourceFile, cache_folder, recall, remember
+from ingot.data.sources.source_file import SourceFile, recall, remember
 
 SERVER = "https://dumps.wikimedia.org"
 SERVER_VARIABLE = "WIKIPEDIA_DUMPS"

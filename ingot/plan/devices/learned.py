@@ -5,7 +5,6 @@ its coefficients say. Kept beside its calibration, as long as that counts. Impor
 from __future__ import annotations
 
 import json
-import os
 import statistics
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 from ingot.base.errors import WrongInput
 from ingot.base.storage import write_atomic
+from ingot.base.userfolders import config_folder
 from ingot.plan.ranges import Range
 
 SCHEMA = 1
@@ -33,8 +33,7 @@ class Correction:
 
 def folder() -> Path:
     """Where measured coefficients and corrections are stored."""
-    base = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
-    return base / "ingot" / "devices"
+    return config_folder() / "devices"
 
 
 def corrections(name: str) -> list[Correction]:
