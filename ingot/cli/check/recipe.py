@@ -8,7 +8,6 @@ are reported as not checked, never passed silently.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any
@@ -26,6 +25,7 @@ from ingot.cli.check.training import (
     check_training,
     need,
 )
+from ingot.cli.installed import java, java_wanted
 from ingot.config.load import RecipeErrors, read_with_origins, without_errors
 from ingot.config.recipe import Recipe
 from ingot.config.sections.data import SourceSettings
@@ -175,9 +175,14 @@ def _check_cleaning(recipe: Recipe, found: Findings) -> None:
             found.ask(whole, SourceSettings(source=source), knob, at=knob)
     if engine.kind == "spark":
         need(found, "pyspark", "data.engine.kind spark", "pip install 'ingot[spark]'")
-        if shutil.which("java") is None:
+        here, oldest = java(), java_wanted()
+        if here is None or here.major < oldest:
+            has = f", and here is {here.version}" if here else ""
             get = install_command("openjdk-17-jre-headless", "openjdk@17")
-            found.add(f"data.engine.kind spark needs Java; {get}")
+            found.add(
+                f"data.engine.kind spark needs Java {oldest} or newer{has}; {get}, and set"
+                " JAVA_HOME to it if it is not the first"
+            )
     if engine.kind == "beam" and engine.python is None:
         need(found, "apache_beam", "data.engine.kind beam", "run `make beam`")
 
