@@ -66,9 +66,11 @@ def listen_to_signals() -> None:
 
 def write_any_text() -> None:
     """Where stdout's encoding lacks a character, as Latin-1 lacks what a model wrote or a table is
-    drawn with, write its number instead of failing: on stderr Python does so by itself.
+    drawn with, write its number instead of failing: on stderr Python does so by itself. In the C
+    locale Python lets pass what it could not decode in a file's name, and nothing else.
     """
-    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+    failing = ("strict", "surrogateescape")
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in failing:
         sys.stdout.reconfigure(errors="backslashreplace")
 
 

@@ -228,6 +228,15 @@ def test_what_a_terminal_has_no_letters_for_is_written_by_its_number(
     assert json.loads(written.getvalue())["completion"] == "Größe 金 🔥"
 
 
+def test_nothing_fails_in_the_c_locale_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.BytesIO()
+    stdout = io.TextIOWrapper(written, "ascii", "surrogateescape", write_through=True)
+    monkeypatch.setattr("sys.stdout", stdout)
+    write_any_text()
+    print("─ Größe")
+    assert written.getvalue() == b"\\u2500 Gr\\xf6\\xdfe\n"
+
+
 @pytest.mark.parametrize("words", [["ingot", "train"], ["ingot.launch.node"]])
 def test_nobody_who_reads_the_messages_is_no_error(words: list[str]) -> None:
     """A training and its node; both end here as wrong input does that somebody reads of."""
