@@ -98,7 +98,7 @@ def baselines(
         if size != total:
             raise WrongInput(
                 f"{recipe.folder.raw} has {size:,} held-out bytes, {total:,} were prepared; run"
-                " `ingot prepare` again"
+                " `ingot prepare --again`"
             )
         found.update({name: 8 * made / total for name, made in compressed.items()})
     if "bigram" in names:

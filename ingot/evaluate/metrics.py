@@ -164,7 +164,7 @@ def loss_metrics(
     if int(losses.ends_document.sum()) != len(document_bytes):
         raise WrongInput(
             f"the validation rows end {int(losses.ends_document.sum())} documents of"
-            f" {len(document_bytes)}; run `ingot prepare` again"
+            f" {len(document_bytes)}; run `ingot prepare --again`"
         )
     tokens = np.bincount(of_document, losses.tokens)
     segment_bytes = document_bytes[of_document] * losses.tokens / tokens[of_document]

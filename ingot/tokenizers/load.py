@@ -9,6 +9,7 @@ from typing import Any
 
 from ingot.base.errors import WrongInput
 from ingot.base.hub import ask_tokenizer, fetch_model
+from ingot.base.markers import problems, read_marker
 from ingot.base.runfolder import model_folder
 from ingot.config.models.content import check_files
 from ingot.config.models.lineage import read_lineage
@@ -51,12 +52,13 @@ def load_tokenizer(source: Path, *, check: bool = True) -> Tokenizer:
     with. BOS is not: a library that knows none adds none.
 
     Raises:
-        WrongInput: there is no tokenizer in `source`, it cannot be read, or, with `check`, it lies
-            in a model folder and is not the one that was exported there.
+        WrongInput: there is no tokenizer in `source`, it cannot be read, or, with `check`, it is
+            not the one that was exported to this model folder, or that `prepare` kept here.
     """
     folder, name = (source.parent, source.name) if source.is_file() else (source, None)
     if check:
         check_files(folder)
+        _check_prepared(folder)
     files: dict[str, str | bytes] = {
         name: text for name in CONFIG_FILES if (text := _read_text(folder / name)) is not None
     }
@@ -86,6 +88,13 @@ def load_tokenizer(source: Path, *, check: bool = True) -> Tokenizer:
         if not missing
         else Tokenizer(files | {CONFIG: _updated_config(files, missing)}, str(source))
     )
+
+
+def _check_prepared(folder: Path) -> None:
+    """Raises WrongInput if a file of a tokenizer that `prepare` has kept is not as it was then."""
+    marker = read_marker(folder, PREPARED)
+    if marker is not None and (found := problems(folder, marker, checksums=True)):
+        raise WrongInput(f"{found[0]}; run `ingot prepare --again`")
 
 
 def _class_of_model(folder: Path) -> dict[str, str]:

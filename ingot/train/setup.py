@@ -312,7 +312,7 @@ def _check_tokenizer(recipe: Recipe, prepared: PreparedData, tokenizer: Tokenize
     what = "chat template" if is_template else "vocabulary or special tokens"
     raise WrongInput(
         f"{recipe.folder.columns} was prepared with another tokenizer than"
-        f" {recipe.folder.tokenizer} holds now: other {what}; run `ingot prepare`"
+        f" {recipe.folder.tokenizer} holds now: other {what}; run `ingot prepare --again`"
     )
 
 

@@ -78,7 +78,9 @@ def _check_files(
 ) -> Check:
     """Whether every file that the marker lists exists with its size and SHA-256."""
     if read_marker(folder, name) is None:
-        return Check(f"files: {what}", False, f"{folder / name} is missing or torn; run `{again}`")
+        return Check(
+            f"files: {what}", False, f"{folder / name} is missing or torn; run `{again} --again`"
+        )
     found, entries = list[str](), _entries(folder, name)
     for entry in entries:
         found += problems(folder, {"files": [entry]}, checksums=True)
@@ -125,7 +127,7 @@ def _check_tokenizer(
     detail = f"{here.vocab_size:,} ids, identity {here.identity()}"
     other = (
         f"the columns were made with tokenizer {prepared.tokenizer}, {recipe.folder.tokenizer} is"
-        f" {here.identity()}; run `ingot prepare` again"
+        f" {here.identity()}; run `ingot prepare --again`"
     )
     return here, [
         Check("tokenizer of the columns", same, detail if same else other),

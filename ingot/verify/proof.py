@@ -38,5 +38,5 @@ def check_of_faults(
     return Check(
         what,
         not found,
-        "; ".join(found[:NAMED]) + f"{more}; run `{again}` again" if found else right,
+        "; ".join(found[:NAMED]) + f"{more}; run `{again} --again`" if found else right,
     )

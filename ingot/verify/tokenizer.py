@@ -344,7 +344,7 @@ def _prepared(recipe: Recipe, tokenizer: Tokenizer) -> Check:
             what,
             False,
             f"{folder} was made with tokenizer {marker['tokenizer']}, this is"
-            f" {tokenizer.identity()}; run `ingot prepare` again",
+            f" {tokenizer.identity()}; run `ingot prepare --again`",
         )
     return Check(what, True, f"{folder} was made with this tokenizer")
 

@@ -342,7 +342,7 @@ def test_torn_and_damaged_parts_are_named(tmp_path: Path) -> None:
         f"{part} does not match its checksum"
     ]
     with pytest.raises(
-        WrongInput, match=r"train-00000\.parquet is damaged .*; run `ingot ingest` again"
+        WrongInput, match=r"train-00000\.parquet is damaged .*; run `ingot ingest --again`"
     ):
         read_table(part, 0)
     part.write_bytes(data[:-1])

@@ -192,6 +192,31 @@ def test_finished_parts_are_kept(
     assert "parts are finished already" in capsys.readouterr().err
 
 
+def test_damaged_files_are_made_again(tmp_path: Path, source: Path) -> None:
+    """Damage that no size tells: `prepare --again` is what whoever finds it advises."""
+    small = ingested(tmp_path, source, data__clean__exact=True, data__pack="best_fit")
+    prepare(small)
+    before = everything(small.folder.data)
+    columns, tokenizer = small.folder.columns, small.folder.tokenizer
+    damaged = [
+        *columns.glob("train.*-00001.bin"),
+        *small.folder.data.glob("clean/fates-*/train-00001.npy"),
+        columns / "manifest.json",
+        tokenizer / "tokenizer.json",
+    ]
+    assert len(damaged) == 5, "tokens, rows, and what is beside them"
+    for path in damaged:
+        content = bytearray(path.read_bytes())
+        content[-5] ^= 1
+        path.write_bytes(content)
+    with pytest.raises(WrongInput, match=r"manifest\.json is damaged; run `ingot prepare --again`"):
+        read_prepared(columns)
+    with pytest.raises(WrongInput, match=r"tokenizer\.json does not .* `ingot prepare --again`"):
+        load_tokenizer(tokenizer)
+    prepare(small)
+    assert everything(small.folder.data) == before
+
+
 @pytest.mark.parametrize("kill", [1, 3])
 def test_what_a_killed_run_was_about_to_replace_does_not_stay(
     kill: int, tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch

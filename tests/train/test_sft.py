@@ -22,7 +22,7 @@ from ingot.data.prepare import prepare
 from ingot.evaluate.evaluate import evaluate
 from ingot.serve.native.model import load
 from ingot.serve.predict import predict
-from ingot.tokenizers.load import load_tokenizer
+from ingot.tokenizers.load import PREPARED, load_tokenizer
 from ingot.train.trainer import train
 from tests.small import small_recipe
 
@@ -167,10 +167,15 @@ def test_columns_of_another_template_are_not_trained_on(root: Path) -> None:
     template = recipe.folder.tokenizer / "chat_template.jinja"
     template.write_text(template.read_text().replace("<|im_start|>", "<|im_start|> "))
     with pytest.raises(
+        WrongInput, match=r"template\.jinja has .* were written; run `ingot prepare --again`"
+    ):
+        train(recipe)
+    (recipe.folder.tokenizer / PREPARED).unlink()
+    with pytest.raises(
         WrongInput,
         match=(
             r"was prepared with another tokenizer than .* holds now: other chat template; run"
-            r" `ingot prepare`"
+            r" `ingot prepare --again`"
         ),
     ):
         train(recipe)

@@ -186,7 +186,7 @@ class ChecksumThread:
     def raise_if_damaged(self) -> None:
         """Raises WrongInput if a file was found to be damaged."""
         if self._found:
-            raise WrongInput(f"{self._found[0]}; run `ingot prepare` again")
+            raise WrongInput(f"{self._found[0]}; run `ingot prepare --again`")
 
     def _run(self) -> None:
         folder = self._rows.columns

@@ -326,7 +326,7 @@ class _PlannedSource(PartReader):
             if end > draft.length or begin < 0 or size < 1 or begin + size > length:
                 raise WrongInput(
                     f"{bin_path(table.prefix)} plans row {number} of what is not there; it is"
-                    " damaged, run `ingot prepare` again"
+                    " damaged, run `ingot prepare --again`"
                 )
             draft.cuts.append(base + place)
             line[place:end] = tokens.slice(first + begin, first + begin + size)

@@ -266,7 +266,7 @@ class _SampleSource(PartReader):
     def _damaged(self, table: Column, number: int) -> WrongInput:
         return WrongInput(
             f"{bin_path(table.prefix)} plans row {number} of what is not there; it is damaged, run"
-            " `ingot prepare` again"
+            " `ingot prepare --again`"
         )
 
 

@@ -84,7 +84,7 @@ def clean(recipe: Recipe, raw: RawData, engine: Engine) -> CleaningResult:
     filters = DocumentFilters.of(knobs)
     inputs = _inputs(knobs, raw, Shares.of(recipe.data), against)
     fates, stages = _fates(folder, inputs), folder / f"stages-{inputs}-{boot_id()}"
-    if (found := _found(folder, knobs, inputs)) is not None:
+    if (found := _found(folder, knobs, inputs, checksums=True)) is not None:
         _sweep(folder, fates.name)
         return found
     with disk_errors(folder):
@@ -123,13 +123,15 @@ def _undropped(knobs: Clean) -> CleaningResult | None:
     return CleaningResult(None, knobs.normalize, identity, CleaningReport(), fold_identity())
 
 
-def _found(folder: Path, knobs: Clean, inputs: str) -> CleaningResult | None:
+def _found(
+    folder: Path, knobs: Clean, inputs: str, *, checksums: bool = False
+) -> CleaningResult | None:
     """What lies in `folder` already, if it was made of these inputs."""
     marker = read_marker(folder, MARKER)
     if (
         marker is None
         or marker.get("inputs") != inputs
-        or problems(folder, marker, checksums=False)
+        or problems(folder, marker, checksums=checksums)
     ):
         return None
     report = CleaningReport.of(marker["report"])

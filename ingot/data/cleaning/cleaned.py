@@ -80,11 +80,11 @@ def _fates(folder: Path, task: RawRange) -> np.ndarray[tuple[int], np.dtype[np.u
     try:
         found = np.load(path, mmap_mode="r")[task.offset : task.offset + task.documents]
     except (OSError, ValueError, EOFError) as error:
-        raise WrongInput(f"{path} is missing or damaged; run `ingot prepare` again") from error
+        raise WrongInput(f"{path} is missing or damaged; run `ingot prepare --again`") from error
     if len(found) != task.documents:
         raise WrongInput(
             f"{path} holds {len(found)} of {task.documents} documents; remove {folder.parent} and"
-            " run `ingot prepare` again"
+            " run `ingot prepare --again`"
         )
     return np.asarray(found)
 

@@ -202,7 +202,7 @@ def group_sizes(path: Path) -> list[int]:
             ]
     except (pa.ArrowException, OSError) as error:
         raise WrongInput(
-            f"{path} is damaged ({str(error)[:120]}); run `ingot ingest` again"
+            f"{path} is damaged ({str(error)[:120]}); run `ingot ingest --again`"
         ) from error
 
 

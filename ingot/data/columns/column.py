@@ -38,7 +38,7 @@ CODES: dict[int, np.dtype[Any]] = {
     8: np.dtype("uint16"),
 }
 UINT16_BELOW = 65_500
-AGAIN = "run `ingot prepare` again"
+AGAIN = "run `ingot prepare --again`"
 BLOCK_BITS = 12
 
 

@@ -179,18 +179,20 @@ def read_prepared(folder: Path) -> PreparedData:
     """
     marker = read_marker(folder, MANIFEST)
     if marker is None:
+        if (folder / MANIFEST).exists():
+            raise WrongInput(f"{folder / MANIFEST} is damaged; run `ingot prepare --again`")
         raise WrongInput(
             f"{folder} holds no prepared data; run `ingot prepare` with this recipe first"
         )
     if found := missing_files(folder, marker):
-        raise WrongInput(f"{found[0]}; run `ingot prepare` again")
+        raise WrongInput(f"{found[0]}; run `ingot prepare --again`")
     splits: dict[Split, list[PreparedSource]] = {
         split: [_source(value) for value in sources] for split, sources in marker["splits"].items()
     }
     names = [one.name for one in fields(PreparedData) if one.name != "splits"]
     if lacking := [name for name in names if name not in marker]:
         raise WrongInput(
-            f"{folder / MANIFEST} lacks {', '.join(lacking)}; run `ingot prepare` again"
+            f"{folder / MANIFEST} lacks {', '.join(lacking)}; run `ingot prepare --again`"
         )
     return PreparedData(splits=splits, **{name: marker[name] for name in names})
 

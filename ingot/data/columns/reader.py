@@ -89,7 +89,7 @@ class PreparedSplit:
         if len(given) != len(sources):
             raise WrongInput(
                 f"{columns} was prepared from {len(sources)} sources, the recipe has {len(given)};"
-                " run `ingot prepare` again"
+                " run `ingot prepare --again`"
             )
         self.weights = None if len(given) == 1 or all(weight == 1.0 for weight in given) else given
         self._opening = opening(columns, prepared, split, self.markers, self.touched)
@@ -287,18 +287,18 @@ class PartReader:
         if column.dtype != dtype:
             raise WrongInput(
                 f"{bin_path(column.prefix)} holds {column.dtype}, manifest.json says {dtype}; run"
-                " `ingot prepare` again"
+                " `ingot prepare --again`"
             )
         found, wanted = (len(column), column.elements), (part.records, part.elements(name))
         if rows and found[0] != self._sizes[index]:
             raise WrongInput(
                 f"{bin_path(column.prefix)} has {found[0]:,} rows, {self._sizes[index]:,} were"
-                " planned; run `ingot prepare` again"
+                " planned; run `ingot prepare --again`"
             )
         if not rows and found != wanted:
             raise WrongInput(
                 f"{bin_path(column.prefix)} has {found[0]:,} documents and {found[1]:,} tokens,"
-                f" manifest.json says {wanted[0]:,} and {wanted[1]:,}; run `ingot prepare` again"
+                f" manifest.json says {wanted[0]:,} and {wanted[1]:,}; run `ingot prepare --again`"
             )
         if is_own and (name, index) not in self._touched:
             self._touched.add((name, index))

@@ -96,7 +96,7 @@ def parse_stored(kind: Callable[..., AnyDocument], text: str, what: str) -> AnyD
         return kind(**parse_json(text))
     except (ValueError, TypeError):
         raise WrongInput(
-            f"{text[:60]!r} is not {what} as `ingot ingest` stores it; run `ingot ingest` again"
+            f"{text[:60]!r} is not {what} as `ingot ingest` stores it; run `ingot ingest --again`"
         ) from None
 
 

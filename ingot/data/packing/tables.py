@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ingot.base.errors import WrongInput
-from ingot.base.markers import fingerprint, read_marker, write_marker
+from ingot.base.markers import fingerprint, problems, read_marker, write_marker
 from ingot.base.progress import Progress
 from ingot.base.storage import link_file
 from ingot.config.sections.objective import Documents
@@ -215,19 +215,19 @@ def read_packed(
             )
         raise WrongInput(
             f"{folder} holds no rows of data.seq_len={seq_len}{of_targets},"
-            f" data.pack={packed}{of_cut}; run `ingot prepare` with this recipe"
+            f" data.pack={packed}{of_cut}; run `ingot prepare --again` with this recipe"
         )
     if found := missing_files(folder, marker):
-        raise WrongInput(f"{found[0]}; run `ingot prepare` again")
+        raise WrongInput(f"{found[0]}; run `ingot prepare --again`")
     counts = {split: PackingCounts(**counts) for split, counts in marker["counts"].items()}
     return RowTables(how, seq_len, marker["rows"], counts, prepared.documents, target_len)
 
 
 def keep_packed(old: Path, new: Path, prepared: PreparedData) -> None:
-    """Link the row tables of these data from one folder of columns to another."""
+    """Link the row tables of these data from one folder of columns to another, but damaged ones."""
     for name in markers_of(old, prepared):
         marker = read_marker(old, name) or {"files": []}
-        if not missing_files(old, marker):
+        if not problems(old, marker, checksums=True):
             for path in (*(entry["path"] for entry in marker["files"]), name):
                 link_file(old / path, new / path)
 

@@ -200,7 +200,7 @@ def read_table(path: Path, group: int) -> pa.Table:
             return file.read_row_group(group, columns=["doc_id", "text"], use_threads=False)
     except (pa.ArrowException, OSError) as error:
         raise WrongInput(
-            f"{path} is damaged ({str(error)[:120]}); run `ingot ingest` again"
+            f"{path} is damaged ({str(error)[:120]}); run `ingot ingest --again`"
         ) from error
 
 
@@ -229,11 +229,13 @@ def open_raw(recipe: Recipe, *, unchanged: bool = False) -> RawData:
     folder = recipe.folder.raw
     marker = read_marker(folder, MANIFEST)
     if marker is None:
+        if (folder / MANIFEST).exists():
+            raise WrongInput(f"{folder / MANIFEST} is damaged; run `ingot ingest --again`")
         raise WrongInput(
             f"{folder} holds no ingested documents; run `ingot ingest` with this recipe first"
         )
     if found := problems(folder, marker, checksums=False):
-        raise WrongInput(f"{found[0]}; run `ingot ingest` again")
+        raise WrongInput(f"{found[0]}; run `ingot ingest --again`")
     splits: dict[Split, list[RawSource]] = {
         split: [_source(value) for value in sources] for split, sources in marker["splits"].items()
     }

@@ -312,16 +312,16 @@ def inputs_of(
     return fingerprint({**records, **shares.identity(), "cleaned": cleaned.identity})
 
 
-def finished(columns: Path, task: RawRange, inputs: str) -> TokenisedRange | None:
-    """The part that an earlier run made of this range from the same inputs; None if there is
-    none.
-    """
+def finished(
+    columns: Path, task: RawRange, inputs: str, *, checksums: bool = False
+) -> TokenisedRange | None:
+    """The part that an earlier run made of this range from the same inputs, if it is whole."""
     marker = read_marker(columns, f"{DONE}/{task.name}.json")
     if (
         marker is None
         or marker.get("inputs") != fingerprint([asdict(task), inputs])
         or not {one.name for one in fields(TokenisedRange)[1:]} <= marker.keys()
-        or problems(columns, marker, checksums=False)
+        or problems(columns, marker, checksums=checksums)
     ):
         return None
     return TokenisedRange(
@@ -334,9 +334,11 @@ def finished(columns: Path, task: RawRange, inputs: str) -> TokenisedRange | Non
 
 
 def keep_finished(old: Path, new: Path, task: RawRange, inputs: str) -> TokenisedRange | None:
-    """The finished part in `new`, linked there from `old` if only that folder has it."""
+    """The finished part in `new`, linked there from `old` if only that folder has it, undamaged:
+    there it may have lain for long, and `prepare --again` is how damage is mended.
+    """
     made = finished(new, task, inputs)
-    if made is None and (made := finished(old, task, inputs)) is not None:
+    if made is None and (made := finished(old, task, inputs, checksums=True)) is not None:
         for entry in made.files:
             link_file(old / entry["path"], new / entry["path"])
         link_file(old / DONE / f"{task.name}.json", new / DONE / f"{task.name}.json")

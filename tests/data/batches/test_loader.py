@@ -190,7 +190,7 @@ def test_a_flipped_bit_ends_training_and_is_named(world: int, tmp_path: Path) ->
             loader.close()
         return found
 
-    assert faults() == [f"{part} does not match its checksum; run `ingot prepare` again"]
+    assert faults() == [f"{part} does not match its checksum; run `ingot prepare --again`"]
     content[7] ^= 1
     part.write_bytes(content)
     assert faults() == []

@@ -296,7 +296,7 @@ def test_without_the_note_what_is_missing_is_missing(
 ) -> None:
     assert deferred_files_of(whole) is None
     spoil(whole / "train.tokens-00003.bin")
-    with pytest.raises(WrongInput, match=r"train\.tokens-00003\.bin .*run `ingot prepare` again"):
+    with pytest.raises(WrongInput, match=r"train\.tokens-00003\.bin .*run `ingot prepare --again`"):
         rows_of(whole)
 
 

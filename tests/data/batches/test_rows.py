@@ -278,9 +278,9 @@ def test_what_is_not_whole_is_refused(tmp_path: Path) -> None:
     folder = write(tmp_path / "x", [[[[1] * 8]]])
     part = folder / "train.tokens-00000.bin"
     part.write_bytes(part.read_bytes()[:-2])
-    refused(r"train.tokens-00000\.bin has 14 bytes, 16 were written; run `ingot prepare` again")
+    refused(r"train.tokens-00000\.bin has 14 bytes, 16 were written; run `ingot prepare --again`")
     part.unlink()
-    refused("train.tokens-00000.bin is missing; run `ingot prepare` again")
+    refused("train.tokens-00000.bin is missing; run `ingot prepare --again`")
     changed(folder, "manifest.json", schema=99)
     refused("has schema 99, newer than this ingot's 1; upgrade ingot")
     (folder / "manifest.json").write_text('{"schema": 1, "kin')
@@ -297,7 +297,7 @@ def test_a_manifest_of_another_version_is_refused_in_words(tmp_path: Path) -> No
     del marker["closing"]
     write_marker(folder, "manifest.json", marker, files)
     with pytest.raises(
-        WrongInput, match=r"manifest\.json lacks closing; run `ingot prepare` again"
+        WrongInput, match=r"manifest\.json lacks closing; run `ingot prepare --again`"
     ):
         open_rows(folder, "train", 4, pad_last=False)
 
@@ -311,7 +311,7 @@ def test_a_part_that_is_not_the_manifests(tmp_path: Path) -> None:
     with pytest.raises(
         WrongInput,
         match=(
-            r"has 2 documents and 3 tokens, manifest.json says 2 and 4; run `ingot prepare` again"
+            r"has 2 documents and 3 tokens, manifest.json says 2 and 4; run `ingot prepare --again`"
         ),
     ):
         rows.row(0)
@@ -326,7 +326,7 @@ def test_a_part_of_another_type(tmp_path: Path) -> None:
     with pytest.raises(
         WrongInput,
         match=(
-            r"train.tokens-00000.bin holds int16, manifest.json says uint16; run `ingot prepare`"
+            r"train.tokens-00000.bin holds int16, manifest.json says uint16; run `ingot prepare --again`"
             r" again"
         ),
     ):

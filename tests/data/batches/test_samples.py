@@ -436,7 +436,7 @@ def test_rows_beyond_the_last_and_damaged_tables(tmp_path: Path) -> None:
         WrongInput,
         match=(
             r"rows-none-8-00000\.bin plans row 7 of what is not there; it is damaged, run `ingot"
-            r" prepare` again"
+            r" prepare --again`"
         ),
     ):
         rows.fields([7])
@@ -448,7 +448,7 @@ def test_a_part_that_is_not_the_manifests(tmp_path: Path) -> None:
         writer.append(np.zeros(10), np.full(10, 1))
     with pytest.raises(
         WrongInput,
-        match=r"label-00000\.bin holds uint8, manifest\.json says int32; run `ingot prepare` again",
+        match=r"label-00000\.bin holds uint8, manifest\.json says int32; run `ingot prepare --again`",
     ):
         rows.fields([0])
 

@@ -306,7 +306,7 @@ def test_damaged_fates_are_refused(tmp_path: Path) -> None:
     (task,) = pieces(raw, "train")
     next(iter(cleaned.folder.iterdir())).write_bytes(b"")
     with pytest.raises(
-        WrongInput, match=r"train-00000.npy is missing or damaged; run `ingot prepare` again"
+        WrongInput, match=r"train-00000.npy is missing or damaged; run `ingot prepare --again`"
     ):
         list(cleaned.tables(task, read_range(raw.folder, task)))
 
@@ -317,7 +317,7 @@ def test_damaged_raw_documents_are_refused(tmp_path: Path) -> None:
     size = path.stat().st_size
     path.write_bytes(b"\0" * size)
     with pytest.raises(
-        WrongInput, match=r"train-00000.parquet is damaged .* run `ingot ingest` again"
+        WrongInput, match=r"train-00000.parquet is damaged .* run `ingot ingest --again`"
     ):
         kept(made)
 

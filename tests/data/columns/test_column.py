@@ -124,7 +124,7 @@ def test_an_empty_column(tmp_path: Path) -> None:
             r"x\.bin has 13 bytes, its index says 13",
         ),
         (lambda index, data: (index, data + b"xx"), r"x\.bin has 14 bytes, its index says 12"),
-        (lambda index, data: (None, data), r"x\.idx is missing; run `ingot prepare` again"),
+        (lambda index, data: (None, data), r"x\.idx is missing; run `ingot prepare --again`"),
         (lambda index, data: (index, None), r"x\.bin is missing"),
     ],
 )
@@ -284,7 +284,7 @@ def test_blocks_are_proved_one_by_one(tmp_path: Path) -> None:
             WrongInput,
             match=(
                 r"x\.idx contradicts itself about where records lie; it is damaged, run `ingot"
-                r" prepare` again"
+                r" prepare --again`"
             ),
         ):
             use()

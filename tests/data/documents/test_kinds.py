@@ -227,7 +227,7 @@ def test_what_is_said_and_changing_it() -> None:
     for read in (from_pair, from_labelled):
         for stored in ("", "x", "[]", "{}", '{"messages":[]}'):
             with pytest.raises(
-                WrongInput, match=r"as `ingot ingest` stores it; run `ingot ingest` again"
+                WrongInput, match=r"as `ingot ingest` stores it; run `ingot ingest --again`"
             ):
                 read(stored)
 

@@ -262,7 +262,7 @@ def test_tables_are_kept_and_swept(tmp_path: Path) -> None:
     with pytest.raises(
         WrongInput,
         match=(
-            r"rows-best_fit-8-00000.bin has \d+ bytes, \d+ were written; run `ingot prepare` again"
+            r"rows-best_fit-8-00000.bin has \d+ bytes, \d+ were written; run `ingot prepare --again`"
         ),
     ):
         open_rows(folder, "train", 8, pack="best_fit", pad_last=False)
@@ -274,7 +274,7 @@ def test_tables_are_kept_and_swept(tmp_path: Path) -> None:
     with pytest.raises(
         WrongInput,
         match=(
-            r"holds no rows of data\.seq_len=8, data\.pack=best_fit; run `ingot prepare` with this"
+            r"holds no rows of data\.seq_len=8, data\.pack=best_fit; run `ingot prepare --again` with this"
             r" recipe"
         ),
     ):
@@ -299,6 +299,6 @@ def test_a_damaged_table_is_named(tmp_path: Path) -> None:
         changed[place] = value
         table.write_bytes(changed.tobytes())
         with pytest.raises(
-            WrongInput, match=r"train\.(tokens|rows-best_fit-8)-00000.*run `ingot prepare` again"
+            WrongInput, match=r"train\.(tokens|rows-best_fit-8)-00000.*run `ingot prepare --again`"
         ):
             open_rows(folder, "train", 8, pack="best_fit", pad_last=False).row(0)
