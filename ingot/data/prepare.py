@@ -30,7 +30,7 @@ from ingot.data.batches.prompts import check_prompts
 from ingot.data.batches.rows import open_rows
 from ingot.data.batches.samples import Samples
 from ingot.data.batches.spans import hiding_of
-from ingot.data.cleaning.clean import clean
+from ingot.data.cleaning.clean import clean, files_of
 from ingot.data.cleaning.cleaned import CleaningResult
 from ingot.data.columns.column import bin_path, column_prefix, idx_path
 from ingot.data.columns.manifest import (
@@ -142,6 +142,7 @@ def _prepare(recipe: Recipe, raw: RawData, engine: Engine) -> VerbOutcome:
         *(run.columns / entry.path for entry in files),
         *named,
         *(run.tokenizer / name for name in tokenizer.files),
+        *files_of(recipe, cleaned),
     ]
     return VerbOutcome(
         f"{_in_words(tokens)} tokens{_in_no_row(recipe, packed, tokens)},"

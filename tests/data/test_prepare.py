@@ -463,7 +463,7 @@ def test_documents_are_read_as_the_columns_have_them_or_not_at_all(
     prepare(small)
     assert all("u\u0308" in document.text for document in read_documents(small, "train"))
     other = recipe(tmp_path, source, data__clean={"min_chars": 30, **changed})
-    with pytest.raises(WrongInput, match=r"as data\.clean leaves them; run `ingot prepare`"):
+    with pytest.raises(WrongInput, match=r"as data\.clean leaves them; run `ingot prepare --again`"):
         list(read_documents(other, "train"))
 
 
@@ -629,7 +629,7 @@ def test_documents_are_those_of_the_columns_and_cleaned_by_prepare_alone(
     bench = write_jsonl(tmp_path / "bench.jsonl", texts[:20])
     knobs = {"data__clean__contamination": {"against": [str(bench)]}}
     small = ingested(tmp_path, source, **knobs)
-    prepare(small)
+    first = prepare(small)
     before, lying = list(read_documents(small, "train")), everything(small.folder.data / "clean")
     assert not {document.text for document in before}.intersection(texts[:20])
     write_jsonl(bench, texts[:1])
@@ -637,10 +637,12 @@ def test_documents_are_those_of_the_columns_and_cleaned_by_prepare_alone(
     bench.unlink()
     assert list(read_documents(small, "train")) == before
     assert everything(small.folder.data / "clean") == lying
+    listed = {str(Path("data/clean", name)) for name in lying}
+    assert listed < first.files.keys(), "where one is gone, `prepare` is not called unchanged"
     for other in ({}, {"data__clean__normalize": "nfc"}):
-        with pytest.raises(WrongInput, match=r"columns was not made of .* run `ingot prepare`"):
+        with pytest.raises(WrongInput, match=r"columns was not made of .* run `ingot prepare --again`"):
             list(read_documents(recipe(tmp_path, source, **other), "train"))
     write_jsonl(source, texts[::-1])
     ingest(small)
-    with pytest.raises(WrongInput, match=r"columns was not made of .* run `ingot prepare`"):
+    with pytest.raises(WrongInput, match=r"columns was not made of .* run `ingot prepare --again`"):
         list(read_documents(small, "train"))

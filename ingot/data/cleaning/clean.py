@@ -113,6 +113,15 @@ def cleaned_as(recipe: Recipe, identity: str | None) -> CleaningResult | None:
     return None if identity is None else _found(folder, knobs, identity)
 
 
+def files_of(recipe: Recipe, cleaned: CleaningResult) -> list[Path]:
+    """The files of a result, which tell the kept documents to whoever reads them later."""
+    folder = recipe.folder.data / "clean"
+    marker = None if cleaned.folder is None else read_marker(folder, MARKER)
+    if marker is None:
+        return []
+    return [folder / MARKER, *(folder / entry["path"] for entry in marker["files"])]
+
+
 def _undropped(knobs: Clean) -> CleaningResult | None:
     """The result where no step is asked for that drops documents, else None."""
     if knobs.model_copy(update={"normalize": "none"}).wanted:

@@ -53,7 +53,7 @@ def read_documents(recipe: Recipe, split: Split) -> Iterator[Document]:
     if made["raw"] != raw.identity or cleaned is None or not is_same:
         raise WrongInput(
             f"{recipe.folder.columns} was not made of the documents in {recipe.folder.raw} as"
-            " data.clean leaves them; run `ingot prepare` with this recipe"
+            " data.clean leaves them; run `ingot prepare --again` with this recipe"
         )
     for task in ranges(raw):
         yield from documents_of(task, raw, cleaned, Shares.of(recipe.data), split)
