@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from ingot.base.errors import WrongInput
@@ -101,7 +101,7 @@ def _prepare(recipe: Recipe, raw: RawData, engine: Engine) -> VerbOutcome:
     _warn_of_no_end(recipe, tokenizer)
     made = tokenise(recipe, raw, tokenizer, tokenizer_folder, cleaned, engine, folder)
     splits = {split: _sources(recipe, raw, split, made) for split in SPLITS}
-    _check_splits(recipe, splits)
+    _check_splits(recipe, splits, cleaned.dropped)
     files = [FileEntry(**entry) for one in made for entry in one.files]
     _sweep(folder, files, made)
     identity, columns = tokenizer.identity(), COLUMNS[recipe.documents]
@@ -204,17 +204,21 @@ def _being_made(folder: Path) -> Path:
 
 
 def _tell(cleaned: CleaningResult) -> None:
-    """Print what cleaning dropped, and its notes."""
+    """Print what cleaning dropped, and its notes. Raises WrongInput if that is everything."""
     report = cleaned.report
     if not report.documents:
         return
-    each = (
-        ", ".join(f"{count:,} by {step}" for step, count in cleaned.dropped.items() if count)
-        or "none"
-    )
+    dropped = sum(cleaned.dropped.values())
+    each = ", ".join(f"{count:,} by {step}" for step, count in cleaned.dropped.items() if count)
+    if dropped == report.documents:
+        example = next(step.examples[0] for step in report.steps if step.examples)
+        raise WrongInput(
+            f"data.clean leaves none of the {dropped:,} documents ({each}), such as"
+            f" {example.doc_id}: {example.text[:80]!r}; clean less"
+        )
     say(
-        f"cleaning dropped {sum(cleaned.dropped.values()):,} of {report.documents:,} documents:"
-        f" {each}; `ingot show data` names some"
+        f"cleaning dropped {dropped:,} of {report.documents:,} documents"
+        + (f": {each}; `ingot show data` names some" if dropped else "")
     )
     for note, count in report.notes.items():
         say(f"cleaning: {count:,} {note}")
@@ -304,19 +308,21 @@ def _sources(
     return found
 
 
-def _check_splits(recipe: Recipe, splits: dict[Split, list[PreparedSource]]) -> None:
+def _check_splits(
+    recipe: Recipe, splits: dict[Split, list[PreparedSource]], dropped: Mapping[str, int]
+) -> None:
     """Refuse an empty split before the manifest is written."""
     documents = {
         split: sum(source.documents for source in sources) for split, sources in splits.items()
     }
+    cleaned = "is left by cleaning; clean less (`ingot show data` names what was left out)"
+    if not documents["train"] and any(dropped.values()):
+        raise WrongInput(f"no document of the sources of data.train {cleaned}, or give others")
     if not recipe.data.holds_out or documents["validation"]:
         return
     share = Shares.of(recipe.data).validation
     if share is None:
-        raise WrongInput(
-            "no document of the sources of data.validation is left by cleaning; clean less"
-            " (`ingot show data` names what was left out), or give other sources"
-        )
+        raise WrongInput(f"no document of the sources of data.validation {cleaned}, or give others")
     raise WrongInput(
         f"no document of {sum(documents.values()):,} is held out by"
         f" data.validation.fraction={share}; raise it, give data.validation"

@@ -16,6 +16,7 @@ import pytest
 
 from ingot.base import storage
 from ingot.base.errors import WrongInput
+from ingot.cli.views.datatables import show_data
 from ingot.config.recipe import Recipe
 from ingot.data.batches.rows import open_rows
 from ingot.data.cleaning.clean import clean
@@ -463,7 +464,9 @@ def test_documents_are_read_as_the_columns_have_them_or_not_at_all(
     prepare(small)
     assert all("u\u0308" in document.text for document in read_documents(small, "train"))
     other = recipe(tmp_path, source, data__clean={"min_chars": 30, **changed})
-    with pytest.raises(WrongInput, match=r"as data\.clean leaves them; run `ingot prepare --again`"):
+    with pytest.raises(
+        WrongInput, match=r"as data\.clean leaves them; run `ingot prepare --again`"
+    ):
         list(read_documents(other, "train"))
 
 
@@ -489,6 +492,37 @@ def test_validation_sources_that_cleaning_leaves_nothing_of(tmp_path: Path, sour
     )
     with pytest.raises(WrongInput, match=r"no document of the sources of data\.validation is left"):
         prepare(small)
+
+
+def test_cleaning_that_leaves_nothing_is_what_is_named(
+    tmp_path: Path, source: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of all documents, or of those to be trained on; nothing else need be raised."""
+    small = ingested(tmp_path, source, data__clean__min_chars=10**6)
+    with pytest.raises(
+        WrongInput,
+        match=r"^data\.clean leaves none of the 120 documents \(120 by min_chars\), such as a\.jsonl:1:"
+        r" 'Text 0: the copper .*'; clean less$",
+    ):
+        prepare(small)
+    show_data(str(small.folder.root))
+    assert "a.jsonl:1: Text 0: the copper" in " ".join(capsys.readouterr().out.split())
+    held_out = write_jsonl(tmp_path / "held.jsonl", sentences(3))
+    given = tokenizer_folder(tmp_path / "given")
+    knobs = {"data__validation__fraction": None, "data__validation": [{"source": str(held_out)}]}
+    write_jsonl(source, ["short"] * 5)
+    for tokenizer, words in (
+        ({}, "to learn a vocabulary from; clean less"),
+        (
+            {"tokenizer__source": str(given), "tokenizer__vocab_size": None},
+            "no document of the sources of data.train is left by cleaning; clean less",
+        ),
+    ):
+        with pytest.raises(WrongInput, match=words):
+            prepare(ingested(tmp_path, source, data__clean__min_chars=8, **tokenizer, **knobs))
+    capsys.readouterr()
+    prepare(ingested(tmp_path, held_out, data__clean__exact=True, train__global_batch=1))
+    assert "cleaning dropped 0 of 3 documents\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("way", [[], {"fraction": 0}])
@@ -640,7 +674,9 @@ def test_documents_are_those_of_the_columns_and_cleaned_by_prepare_alone(
     listed = {str(Path("data/clean", name)) for name in lying}
     assert listed < first.files.keys(), "where one is gone, `prepare` is not called unchanged"
     for other in ({}, {"data__clean__normalize": "nfc"}):
-        with pytest.raises(WrongInput, match=r"columns was not made of .* run `ingot prepare --again`"):
+        with pytest.raises(
+            WrongInput, match=r"columns was not made of .* run `ingot prepare --again`"
+        ):
             list(read_documents(recipe(tmp_path, source, **other), "train"))
     write_jsonl(source, texts[::-1])
     ingest(small)

@@ -57,6 +57,7 @@ def show_data(*target: str, as_json: bool = False) -> int:
             )
     columns = read_marker(run.columns, "manifest.json")
     if columns is None:
+        _dropped(run, {name: step["documents"] for name, step in _cleaning_steps(run).items()}, out)
         out.print("nothing is prepared yet; `ingot prepare` does it")
         return 0
     prepared = read_prepared(run.columns)

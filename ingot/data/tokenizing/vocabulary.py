@@ -88,7 +88,8 @@ def learn_tokenizer(recipe: Recipe, texts: Iterable[str]) -> Tokenizer:
 def _learn(recipe: Recipe, raw: RawData, cleaned: CleaningResult) -> Tokenizer:
     size = min(recipe.tokenizer.sample_bytes, sum(source.bytes for source in raw.splits["train"]))
     with Progress("sample", total=-(-size // 10**6), unit="MB") as progress:
-        tokenizer = learn_tokenizer(recipe, _shown(recipe, _texts(recipe, raw, cleaned), progress))
+        texts = _shown(recipe, _texts(recipe, raw, cleaned), progress, cleaned)
+        tokenizer = learn_tokenizer(recipe, texts)
     if tokenizer.vocab_size < recipe.tokenizer.vocab_size:
         say(
             f"the vocabulary has only {tokenizer.vocab_size:,} tokens: no further pair of tokens"
@@ -102,7 +103,9 @@ def _texts(recipe: Recipe, raw: RawData, cleaned: CleaningResult) -> Iterator[st
         yield plain_text(recipe.documents, document.text)
 
 
-def _shown(recipe: Recipe, texts: Iterator[str], progress: Progress) -> Iterator[str]:
+def _shown(
+    recipe: Recipe, texts: Iterator[str], progress: Progress, cleaned: CleaningResult
+) -> Iterator[str]:
     """The texts, and how much they were once all are read: a sample has about the size wanted."""
     done = 0
     for text in texts:
@@ -111,8 +114,13 @@ def _shown(recipe: Recipe, texts: Iterator[str], progress: Progress) -> Iterator
         yield text
     if not done:
         raise WrongInput(
-            "there is no training document to learn a vocabulary from; raise data.fraction or"
-            " tokenizer.sample_bytes"
+            "there is no training document to learn a vocabulary from;"
+            + (
+                " clean less (`ingot show data` names what was left out), or"
+                if any(cleaned.dropped.values())
+                else ""
+            )
+            + " raise data.fraction or tokenizer.sample_bytes"
         )
     say(f"learning a vocabulary of {recipe.tokenizer.vocab_size:,} from {done / 1e6:,.2f} MB")
 
