@@ -157,6 +157,13 @@ def test_what_would_have_no_effect_is_refused(
         recipe(**{section: values})
 
 
+@pytest.mark.parametrize("span", [(5, 2), (5, 5)])
+def test_a_range_to_skip_ends_after_it_begins(span: tuple[int, int]) -> None:
+    """Else the order of training refuses it, once `prepare` has tokenised everything."""
+    with pytest.raises(ValueError, match=rf"data\.skip\n.*\[5, {span[1]}\]: the first is less"):
+        recipe(data={"train": [{"source": "x"}], "skip": [(0, 1), span]})
+
+
 def test_what_needs_held_out_documents_says_that_there_are_none() -> None:
     data = {"train": [{"source": "x"}], "validation": [], "clean": {"contamination": {}}}
     tasks = [{"kind": "hellaswag"}, {"kind": "rouge"}, {"kind": "loss"}]

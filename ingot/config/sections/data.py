@@ -269,6 +269,14 @@ class Data(Section):
     which take no room on this disk (a replica in a bucket holds them twice). For texts alone.
     """
 
+    @field_validator("skip")
+    @classmethod
+    def _ranges(cls, given: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        for first, last in given:
+            if first >= last:
+                raise ValueError(f"[{first}, {last}]: the first is less than the second")
+        return given
+
     @field_validator("validation", mode="before")
     @classmethod
     def _nothing_held_out(cls, given: Any) -> Any:
