@@ -53,6 +53,7 @@ def find_start(
     reads: Collection[str] = FIELDS,
     on_change: Callable[[CommittedCheckpoint, str], None] = lambda found, changed: None,
     before_anew: Callable[[], None] = lambda: None,
+    last: int | None = None,
 ) -> CommittedCheckpoint | None:
     """The checkpoint to resume from, or None to start from the first step.
 
@@ -61,7 +62,8 @@ def find_start(
     `allow` may differ; `on_change` is then called with the differences. `newest` is the newest
     valid checkpoint if somebody has verified it already. Damaged ones that are newer than the one
     found are set aside. `reads`: what this training reads in its marker. `before_anew` is called
-    before anything is moved when training starts anew; if it raises, nothing has changed.
+    before anything is moved when training starts anew; if it raises, nothing has changed. `last`:
+    the steps that the recipe asks for.
 
     Raises:
         WrongInput: an unfinished training with a different recipe lies here; names what changed. Or
@@ -82,7 +84,7 @@ def find_start(
             set_damaged_aside(found)
             return found
         if not found.commit["finished"]:
-            raise _refused(run, found, _with_left_out(identity, found), differ)
+            raise _refused(run, found, _with_left_out(identity, found), differ, last)
         changed = "; ".join(changes(found.commit["identity"], _with_left_out(identity, found)))
         say(f"the recipe changed since the last training ({changed})")
     place = None if fresh else place_of(run, identity)
@@ -102,6 +104,7 @@ def find_start(
         reads=reads,
         on_change=on_change,
         before_anew=before_anew,
+        last=last,
     )
 
 
@@ -167,20 +170,40 @@ def _check_optimizer(run: RunFolder, before: Mapping[str, Any], now: Mapping[str
         raise WrongInput(
             f"{run.checkpoints} has the state of train.optimizer.kind {old}, which {new} cannot"
             " take over; undo the change, or train on from its weights under another name with"
-            f" train.start_from={run.root} train.reset_optimizer=true"
+            f" train.start_from={run.root} train.reset_optimizer=true, or start over with --fresh"
+        )
+
+
+def check_steps(done: int, last: int) -> None:
+    """Raises WrongInput if more steps are done than the recipe asks for."""
+    if done > last:
+        raise WrongInput(
+            f"{done:,} steps are done, the recipe asks for {last:,} only; raise train.steps, or"
+            " start over with --fresh"
         )
 
 
 def _refused(
-    run: RunFolder, found: CommittedCheckpoint, identity: Mapping[str, Any], differ: list[str]
+    run: RunFolder,
+    found: CommittedCheckpoint,
+    identity: Mapping[str, Any],
+    differ: list[str],
+    last: int | None,
 ) -> WrongInput:
-    """The error for a changed recipe: what changed, and the ways to continue."""
+    """The error for a changed recipe: what changed, and the ways to continue. One that would be
+    refused for something else next is raised for that.
+    """
     before = found.commit["identity"]
+    may_differ = all(_may_differ(key, before, identity, MAY_CHANGE) for key in differ)
+    if may_differ and last is not None:
+        check_steps(found.step, last)
+    if may_differ and "train.optimizer" in differ:
+        _check_optimizer(run, before, identity)
     changed = "; ".join(changes(before, identity))
     meant = [knob for knob in MAY_CHANGE if any(key.startswith(knob) for key in differ)]
     way = (
         f"go on with the change by resume.allow=[{','.join(meant)}]"
-        if all(_may_differ(key, before, identity, MAY_CHANGE) for key in differ)
+        if may_differ
         else "undo the change to go on"
     )
     return WrongInput(

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from functools import partial
 
 from ingot.base.environment import ranks
-from ingot.base.errors import Stopped, WrongInput
+from ingot.base.errors import Stopped
 from ingot.base.heartbeat import HeartbeatWriter
 from ingot.base.markers import fingerprint
 from ingot.base.progress import duration
@@ -53,6 +53,7 @@ from ingot.train.optim.averaging import averaged_steps
 from ingot.train.reference import reference_tables
 from ingot.train.resume import (
     FIELDS,
+    check_steps,
     complete,
     exchange_missing,
     fetch_missing,
@@ -136,11 +137,7 @@ def _train_from_checkpoint(
         averaged = 0 if average is None else average.needs_kept
         exchange_missing(process.bucket, start, averaged, mesh)
         first = start.step if start else setup.begin
-        if first > setup.last:
-            raise WrongInput(
-                f"{first:,} steps are done, the recipe asks for {setup.last:,} only; raise"
-                " train.steps, or start over with --fresh"
-            )
+        check_steps(first, setup.last)
         signals.leave_at_once(start.step if start else None)
         tables = reference_tables(setup, mesh)
         state = build_train_state(setup, start, tables, mesh)
@@ -242,6 +239,7 @@ def _find_start(
         allow=recipe.resume.allow,
         reads=(*FIELDS, "rollout") if recipe.objective.samples_answers else FIELDS,
         before_anew=before_anew,
+        last=setup.last,
         on_change=lambda found, changed: events.emit("changed", step=found.step, cause=changed),
     )
 

@@ -329,6 +329,8 @@ UNFINISHED: dict[str, Any] = {"train__steps": 8, "checkpoint__every": 2}
             r"resume\.allow=\[train\.steps,train\.clip_norm\]",
         ),
         ({"train__steps": 9, "seed": 4}, r"undo the change to go on"),
+        ({"train__steps": 2}, r"^4 steps are done, the recipe asks for 2 only; raise train\.steps"),
+        ({"train__optimizer": "{kind: muon}"}, r"^\S+ has the state of .* muon cannot take over;"),
         (
             {"train__steps": 9, "train__clip_norm": 2, "resume__allow": "[train.steps]"},
             r"train\.clip_norm 1\.0 -> 2\.0",
