@@ -141,6 +141,16 @@ def model_folder(folder: Path) -> Path:
     return own if is_run else folder
 
 
+def model_again(folder: Path, otherwise: str = "fetch the model again") -> str:
+    """How to come by a model or adapter whose folder is damaged or was changed: `ingot train` calls
+    a run's own unchanged as long as its files have their sizes.
+    """
+    run = RunFolder(folder.parent)
+    if folder in (run.model, run.adapter) and run.checkpoints.is_dir():
+        return f"remove {folder} and run `ingot train`, which exports it from the checkpoint"
+    return otherwise
+
+
 @contextlib.contextmanager
 def folder_lock(folder: Path, name: str = "lock") -> Iterator[None]:
     """Hold `folder/.name` exclusively; refuse at once if another process holds it.

@@ -17,6 +17,7 @@ import xxhash
 
 from ingot.base.errors import WrongInput
 from ingot.base.markers import fingerprint
+from ingot.base.runfolder import model_again
 from ingot.config.models.lineage import read_lineage
 from ingot.config.models.source import CONFIG, model_config
 
@@ -36,7 +37,6 @@ IGNORED = ("chat_template", "base_model_name_or_path")
 """
 SETTINGS = ("tokenizer_config.json", "generation_config.json", "adapter_config.json")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "special_tokens_map.json")
-ADVICE = "export or fetch the model again, or, if that was on purpose, accept it with"
 
 
 def tensor_digests(lineage: Mapping[str, Any] | None) -> dict[str, str]:
@@ -132,7 +132,11 @@ def describe_changed(folder: Path, changed: Mapping[str, list[str]]) -> str:
 
 def refuse_changed(folder: Path, changed: Mapping[str, list[str]]) -> None:
     """Raises WrongInput naming what differs and how to accept it."""
-    raise WrongInput(f"{describe_changed(folder, changed)}; {ADVICE} `ingot import {folder} NEW`")
+    raise WrongInput(
+        f"{describe_changed(folder, changed)};"
+        f" {model_again(folder, 'export or fetch the model again')}, or, if that was on purpose,"
+        f" accept it with `ingot import {folder} NEW`"
+    )
 
 
 def _record(lineage: Mapping[str, Any] | None) -> Mapping[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from ingot.base.errors import WrongInput
 from ingot.base.hub import fetch_config, fetch_model
-from ingot.base.runfolder import RunFolder, model_folder
+from ingot.base.runfolder import RunFolder, model_again, model_folder
 from ingot.config.models.lineage import tell_earlier_model
 from ingot.config.models.presets import PRESETS, THROUGH_TRANSFORMERS, preset
 from ingot.config.models.rotary import overridden
@@ -160,10 +160,10 @@ def model_config(folder: Path) -> dict[str, Any]:
         ) from None
     except ValueError as error:
         raise WrongInput(
-            f"{folder / CONFIG} is not JSON ({error}); fetch the model again"
+            f"{folder / CONFIG} is not JSON ({error}); {model_again(folder)}"
         ) from None
     if not isinstance(config, dict):
-        raise WrongInput(f"{folder / CONFIG} is not a mapping; fetch the model again")
+        raise WrongInput(f"{folder / CONFIG} is not a mapping; {model_again(folder)}")
     return language_config(config)
 
 

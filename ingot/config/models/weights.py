@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ingot.base.errors import WrongInput
 from ingot.base.markers import fingerprint
+from ingot.base.runfolder import model_again
 from ingot.base.storage import sha256_file
 from ingot.config.models.lineage import read_lineage
 from ingot.config.models.source import model_config
@@ -41,7 +42,7 @@ def weight_files(folder: Path) -> list[Path]:
     if missing := [file.name for file in files if not file.exists()]:
         raise WrongInput(
             f"{folder}: {', '.join(missing)} missing, though {INDEX} names"
-            f" {'it' if len(missing) == 1 else 'them'}; fetch the model again"
+            f" {'it' if len(missing) == 1 else 'them'}; {model_again(folder)}"
         )
     return files
 
@@ -56,7 +57,7 @@ def indexed(folder: Path) -> dict[str, str] | None:
         return {str(name): str(file) for name, file in named.items()}
     except (ValueError, KeyError, AttributeError, TypeError):
         raise WrongInput(
-            f"{index} is not an index of safetensors files; fetch the model again"
+            f"{index} is not an index of safetensors files; {model_again(folder)}"
         ) from None
 
 

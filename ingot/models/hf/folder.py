@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ingot.base.errors import WrongInput
 from ingot.base.progress import say
+from ingot.base.runfolder import model_again
 from ingot.config.models.lineage import read_lineage
 from ingot.config.models.rotary import overridden
 from ingot.config.models.source import CONFIG, model_config
@@ -273,7 +274,7 @@ def _opened(file: Path) -> Any:
         return safe_open(str(file), framework="pt")
     except SafetensorError as error:
         raise WrongInput(
-            f"{file} is torn or not safetensors ({error}); fetch the model again"
+            f"{file} is torn or not safetensors ({error}); {model_again(file.parent)}"
         ) from None
 
 

@@ -156,7 +156,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 BASES = "base: as trained and as given"
 CPU = torch.device("cpu")
-TRAIN_AGAIN = "run `ingot train` again"
+TRAIN_AGAIN = "remove the folder and run `ingot train`, which exports it from the checkpoint"
 LINEAGE_KEYS = ("run", "step", "export_type", "model_hash", "tokenizer")
 """Keys that training writes into `ingot.json` and that are needed here."""
 MACHINE_DEPENDENT = ("precision.compute",)

@@ -12,8 +12,16 @@ import pytest
 import torch
 
 from ingot.base.errors import WrongInput
+from ingot.base.runfolder import RunFolder
 from ingot.checkpoints.export import copy_adapter, copy_model, export_model
-from ingot.config.models.content import CONTENT, FILES, changed_content, check_content, file_digests
+from ingot.config.models.content import (
+    CONTENT,
+    FILES,
+    changed_content,
+    check_content,
+    config_digest,
+    file_digests,
+)
 from ingot.config.models.weights import model_hash
 from ingot.config.sections.lora import Lora
 from ingot.models.adapters.lora import add_lora
@@ -97,6 +105,26 @@ def test_a_changed_model_neither_answers_nor_is_exported_until_it_is_accepted(
     assert after["changed_from"] == before["model_hash"] != after["model_hash"]
     assert after["run"] == before["run"]
     assert ingot("predict", str(new), "the", "max_tokens=2").returncode == 0
+
+
+def test_a_runs_own_model_is_exported_anew_from_its_checkpoint(
+    changed: Path, tmp_path: Path
+) -> None:
+    """`ingot train` calls files of the right size unchanged: they have to go first."""
+    with pytest.raises(WrongInput, match=r"changed since; export or fetch the model again, or, if"):
+        check_content(changed)
+    run = RunFolder(tmp_path / "run")
+    shutil.copytree(changed, run.model)
+    run.checkpoints.mkdir()
+    anew = f"remove {run.model} and run `ingot train`, which exports it from the checkpoint"
+    with pytest.raises(WrongInput, match=f"changed since; {anew}, or, if that was on purpose"):
+        check_content(run.model)
+    (run.model / "model.safetensors").write_text("torn")
+    with pytest.raises(WrongInput, match=rf"model\.safetensors is torn .*; {anew}$"):
+        stored_shapes(run.model)
+    (run.model / "config.json").write_text("{")
+    with pytest.raises(WrongInput, match=rf"config\.json is not JSON .*; {anew}$"):
+        config_digest(run.model)
 
 
 def test_a_changed_configuration_is_told(whole: Path, tmp_path: Path) -> None:
