@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ingot.cli.app import main
+from ingot.cli.start import main
 
 if __name__ == "__main__":
     main()

@@ -338,6 +338,45 @@ def test_a_thread_inside_a_library_does_not_take_the_process_down() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (7, "answer\nwaited for\n", "")
 
 
+EARLY = """
+import os, runpy, signal, sys
+
+class Impatient:
+    def find_spec(self, name, path=None, target=None):
+        if name == "ingot.cli.app":
+            os.kill(os.getpid(), int(sys.argv[1]))
+
+sys.meta_path.insert(0, Impatient())
+runpy.run_module("ingot", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "rank", "line"),
+    [
+        (signal.SIGINT, "0", "stopped by SIGINT\n"),
+        (signal.SIGTERM, "1", "rank 1: stopped by SIGTERM\n"),
+    ],
+)
+def test_what_is_stopped_while_verbs_are_read_ends_as_later(
+    number: int, rank: str, line: str
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", EARLY, str(int(number))],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, "RANK": rank},
+    )
+    assert (done.returncode, done.stderr) == (128 + number, line)
+
+
+def test_the_script_begins_as_the_module_does() -> None:
+    scripts = (Path(ingot_package.__file__).parents[1] / "pyproject.toml").read_text("utf-8")
+    assert 'ingot = "ingot.cli.start:main"\n' in scripts
+
+
 FAILING = """
 import sys
 from ingot.cli.app import main
