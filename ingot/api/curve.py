@@ -9,9 +9,10 @@ import time
 from typing import Any
 
 from ingot.api.run import StepMetrics, in_notebook
+from ingot.report.formatting import rounded, short
 
 WIDTH, HEIGHT, MARGIN = 640, 220, 44
-COLOURS = ("#3366cc", "#dc7a16")
+COLOURS = {"loss": "#3366cc", "validation loss": "#dc7a16"}
 BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -22,7 +23,7 @@ class LiveCurve:
 
     def __init__(self, every_s: float = 0.5) -> None:
         self._every_s, self._drawn = every_s, 0.0
-        self.points: dict[str, list[tuple[int, float]]] = {"loss": [], "validation loss": []}
+        self.points: dict[str, list[tuple[int, float]]] = {name: [] for name in COLOURS}
         self._display: Any = None
 
     def __call__(self, step: StepMetrics) -> None:
@@ -35,6 +36,10 @@ class LiveCurve:
         if time.monotonic() - self._drawn >= self._every_s:
             self._drawn = time.monotonic()
             self._draw()
+
+    def close(self) -> None:
+        """Draw the last steps, which may have come within `every_s` of those drawn before."""
+        self._draw()
 
     def _draw(self) -> None:
         if in_notebook():
@@ -50,26 +55,27 @@ class LiveCurve:
 
     def text(self, width: int = 40) -> str:
         """The last losses as a line of bars, with the last value."""
-        points = self._finite("loss")
-        if not points:
+        if not self.points["loss"]:
             return ""
-        values = [value for _, value in points[-width:]]
-        low, high = min(values), max(values)
+        (step, last), values = self.points["loss"][-1], [one for _, one in self._finite("loss")]
+        values = values[-width:]
+        low, high = min(values, default=0.0), max(values, default=0.0)
         scale = (len(BARS) - 1) / (high - low or 1.0)
         bars = "".join(BARS[round((value - low) * scale)] for value in values)
-        return f"step {points[-1][0]:,}  loss {bars} {points[-1][1]:.3f}"
+        return f"step {step:,}  loss {bars} {short(last)}"
 
     def html(self) -> str:
         """The curves as an inline SVG."""
         curves = {name: points for name in self.points if (points := self._finite(name))}
-        every = [point for points in curves.values() for point in points]
-        if not every:
+        steps = [step for points in self.points.values() for step, _ in points]
+        values = [value for points in curves.values() for _, value in points]
+        if not steps:
             return ""
-        steps, values = zip(*every, strict=True)
-        left, right, low, high = min(steps), max(steps), min(values), max(values)
+        left, right = min(steps), max(steps)
+        low, high = min(values, default=0.0), max(values, default=0.0)
         across, up = (right - left or 1), (high - low or 1.0)
         lines = []
-        for (name, points), colour in zip(curves.items(), COLOURS, strict=False):
+        for name, points in curves.items():
             places = [
                 (
                     f"{MARGIN + (step - left) / across * (WIDTH - 2 * MARGIN):.1f}",
@@ -77,19 +83,20 @@ class LiveCurve:
                 )
                 for step, value in points
             ]
-            path, (x, y) = " ".join(map(",".join, places)), places[-1]
+            path, (x, y), colour = " ".join(map(",".join, places)), places[-1], COLOURS[name]
             lines.append(
                 f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2">'
                 f'<title>{name}</title></polyline><circle cx="{x}" cy="{y}" r="3" fill="{colour}"/>'
             )
         told = "".join(
-            f' <tspan fill="{colour}">{name} {points[-1][1]:.3f}</tspan>'
-            for (name, points), colour in zip(curves.items(), COLOURS, strict=False)
+            f' <tspan fill="{COLOURS[name]}">{name} {short(points[-1][1])}</tspan>'
+            for name, points in self.points.items()
+            if points
         )
         bottom = HEIGHT - MARGIN
         axes = (
-            (MARGIN - 4, MARGIN + 4, "end", f"{high:.2f}"),
-            (MARGIN - 4, bottom, "end", f"{low:.2f}"),
+            (MARGIN - 4, MARGIN + 4, "end", rounded(high, high - low)),
+            (MARGIN - 4, bottom, "end", rounded(low, high - low)),
             (MARGIN, HEIGHT - 6, "start", f"step {left:,}"),
             (WIDTH - MARGIN, HEIGHT - 6, "end", f"{right:,}"),
         )

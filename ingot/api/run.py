@@ -174,6 +174,7 @@ class Run:
         """Train, or go on from the newest checkpoint, and export the model. `on_step` is called
         with what is logged, while training goes on; an exception in it stops the training, which
         saves a checkpoint. Steps that a training rolls back over come again, as it does them again.
+        A `close` that it has is called after the last step.
         """
         return self._do(TrainResult, "train", ["--fresh"] * fresh, on_step)
 
@@ -232,6 +233,8 @@ class Run:
             for step in _logged(self.folder.metrics, started):
                 if on_step is not None:
                     on_step(step)
+        if close := getattr(on_step, "close", None):  # no more steps come
+            close()
         return started.result()
 
 

@@ -16,6 +16,7 @@ from ingot.base.runlog import AppendedLines
 MOST_KEYS = 400
 """A file with more keys keeps the first ones, so that a reader's memory is bounded."""
 MEMORY, GPU_USE, GPU_MEMORY = "memory/peak_gb", "gpu/util", "gpu/memory"
+OF_RANKS = ("memory/rank", "gpu/rank")
 
 
 @dataclass
@@ -47,6 +48,10 @@ class MetricsFile:
     def _clear(self) -> None:
         self.steps, self.times = array("d"), array("d")
         self.columns: dict[str, MetricColumn] = {}
+        self.lost: dict[str, list[int]] = {}
+        """Of each key that was logged last as no finite number (null): the lines since the last
+        that was one.
+        """
         self.texts: list[tuple[float, str, str]] = []
         """(step, key, text): samples, mostly."""
         self._last = 0.0
@@ -73,6 +78,10 @@ class MetricsFile:
             return [], []
         return [self.steps[line] for line in column.lines], column.values.tolist()
 
+    def lost_at(self, key: str) -> list[float]:
+        """The steps since the last finite value of `key` at which it was logged as none."""
+        return [self.steps[line] for line in self.lost.get(key, ())]
+
     def __len__(self) -> int:
         """The numbers that are held."""
         return sum(map(len, self.columns.values()))
@@ -90,19 +99,25 @@ class MetricsFile:
         self._last = step if later else self._last
         self.steps.append(step)
         self.times.append(when if is_number(when) else math.nan)
+        for key in self.lost.keys() & values.keys():
+            if values[key] is not None:
+                del self.lost[key]
         ranks: dict[str, list[float]] = {}
         for key, value in values.items():
             if type(value) is float and later and (column := self.columns.get(key)) is not None:
                 column.lines.append(number)  # by far the most; JSON has no numbers but finite ones
                 column.values.append(value)
             elif is_number(value):
-                if key.startswith(("memory/rank", "gpu/rank")):
+                if key.startswith(OF_RANKS):
                     name = MEMORY if key[0] == "m" else GPU_USE if key[-1] == "l" else GPU_MEMORY
                     ranks.setdefault(name, []).append(value)
                 elif key not in ("step", "t_wall"):
                     self._put(key, number, value)
             elif isinstance(value, str):
                 self.texts.append((step, key, value))
+            elif value is None and not key.startswith((*OF_RANKS, "t_wall")):
+                if key in self.lost or len(self.lost) < MOST_KEYS:
+                    self.lost.setdefault(key, []).append(number)
         for name, found in ranks.items():
             self._put(name, number, max(found) if name == MEMORY else sum(found) / len(found))
 

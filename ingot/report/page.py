@@ -140,7 +140,7 @@ def _loss(view: RunView) -> Markup:
     loss = PlotPanel(
         [
             *_curve("train", "train", view.curves["train/loss"]),
-            PlotLine("validation", "validation", validation.steps, validation.values, "dots"),
+            *_curve("validation", "validation", validation, "dots"),
         ],
         280,
     )
@@ -164,14 +164,15 @@ def _loss_unit(view: RunView) -> str:
     return "nats per token" if kind in PER_TOKEN else ""
 
 
-def _curve(name: str, colour: str, series: Series) -> list[PlotLine]:
-    """A curve as it is, or if it has many points, pale behind a smoothed one."""
-    if len(series.steps) <= SMOOTH_ABOVE_POINTS:
-        return [PlotLine(name, colour, series.steps, series.values)]
+def _curve(name: str, colour: str, series: Series, style: str = "line") -> list[PlotLine]:
+    """A curve as it is, or if it is a line of many points, pale behind a smoothed one."""
+    lost = series.lost[0] if series.lost else None
+    if len(series.steps) <= SMOOTH_ABOVE_POINTS or style != "line":
+        return [PlotLine(name, colour, series.steps, series.values, style, lost=lost)]
     smoothed = smooth(series.values, len(series.values) // 50)
     return [
         PlotLine(name, colour, series.steps, series.values, "faint", in_tooltip=False),
-        PlotLine(f"{name}, smoothed", colour, series.steps, smoothed),
+        PlotLine(f"{name}, smoothed", colour, series.steps, smoothed, lost=lost),
     ]
 
 

@@ -38,6 +38,14 @@ class PlotLine:
     style: str = "line"
     in_tooltip: bool = True
     """Whether its value is shown in the tooltip."""
+    lost: float | None = None
+    """From where on it is no finite number."""
+
+    @property
+    def ends(self) -> list[float]:
+        """Where it begins and ends, what was lost included."""
+        lost = [] if self.lost is None else [self.lost]
+        return [*self.xs[:1], *self.xs[-1:], *lost]
 
 
 @dataclass(frozen=True)
@@ -87,12 +95,12 @@ def line_chart(
     """Panels stacked over one horizontal axis with about `tick_count` labels; empty where no panel
     has points.
     """
-    panels = [panel for panel in panels if any(len(line.xs) for line in panel.lines)]
+    panels = [panel for panel in panels if any(line.ends for line in panel.lines)]
     if not panels:
         return Markup("")
-    lines = [line for panel in panels for line in panel.lines if len(line.xs)]
-    across = _scale(min(line.xs[0] for line in lines), max(line.xs[-1] for line in lines), room=0.0)
-    drawn = Markup("").join(_panel(panel, across) for panel in panels)
+    ends = [x for panel in panels for line in panel.lines for x in line.ends]
+    across = _scale(min(ends), max(ends), room=0.0)
+    drawn = Markup("").join(_panel(panel, across, unit) for panel in panels)
     axis = _axis(across, unit, tick_count)
     return Markup('<div class="chart" role="img" aria-label="{}">{}{}{}</div>').format(
         label, drawn, axis, _tooltips(panels, across, unit)
@@ -230,11 +238,11 @@ def _segment_tooltip(segment: StripSegment, across: _Scale) -> Markup:
     )
 
 
-def _panel(panel: PlotPanel, across: _Scale) -> Markup:
+def _panel(panel: PlotPanel, across: _Scale, unit: str) -> Markup:
     ys = [y for line in panel.lines for y in line.ys]
-    low = min(0.0, *ys) if panel.floor else min(ys)
-    up = _scale(low, max(ys), room=0.06, from_zero=panel.floor)
-    places = [y for y in ticks(up.low, up.high, panel.tick_count) if up.low <= y <= up.high]
+    low = min([0.0, *ys] if panel.floor else ys, default=0.0)
+    up = _scale(low, max(ys, default=0.0), room=0.06, from_zero=panel.floor)
+    places = [y for y in ticks(up.low, up.high, panel.tick_count) if up.low <= y <= up.high and ys]
     grid = Markup("").join(
         Markup('<path class="grid" d="M0 {0}H1000"/>').format(_number(SIDE - up.at(y)))
         for y in places
@@ -247,11 +255,22 @@ def _panel(panel: PlotPanel, across: _Scale) -> Markup:
         )
         for y in places
     )
+    words += Markup("").join(_lost(line, across, unit) for line in panel.lines)
     title = Markup("<em>{}</em>").format(panel.title) if panel.title else Markup("")
     return Markup(
         '<div class="panel{}" style="height:{}px"><svg viewBox="0 0 1000 1000"'
         ' preserveAspectRatio="none" aria-hidden="true">{}{}</svg>{}{}</div>'
     ).format(" under" if title else "", panel.height, grid, marks, words, title)
+
+
+def _lost(line: PlotLine, across: _Scale, unit: str) -> Markup:
+    """A mark where a line ceases to be finite."""
+    if line.lost is None:
+        return Markup("")
+    at = across.at(line.lost)
+    return Markup('<b class="{} {}" style="left:{}%"><u>not finite from {} {}</u></b>').format(
+        line.colour, "late" if at > SIDE / 2 else "early", _percent(at), unit, f"{line.lost:,.10g}"
+    )
 
 
 def _marks(line: PlotLine, across: _Scale, up: _Scale) -> Markup:

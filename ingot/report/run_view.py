@@ -4,8 +4,10 @@ are named in `notes`; nothing raises.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -52,13 +54,21 @@ _YAML = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 @dataclass(frozen=True)
 class Series:
-    """One curve: values over increasing steps, all finite."""
+    """One curve: values over increasing steps, all finite. `lost`: the steps logged since with a
+    value that is not.
+    """
 
     steps: list[float] = field(default_factory=list)
     values: list[float] = field(default_factory=list)
+    lost: list[float] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return bool(self.steps)
+
+    @property
+    def last(self) -> float | None:
+        """The value logged last, NaN if that was not finite; None if there is none."""
+        return math.nan if self.lost else self.values[-1] if self.values else None
 
 
 @dataclass(frozen=True)
@@ -164,7 +174,8 @@ class RunView:
     @property
     def steps_done(self) -> int:
         """The step that was logged last, which need not be saved."""
-        return int(max((series.steps[-1] for series in self.curves.values() if series), default=0))
+        ends = [(*series.steps[-1:], *series.lost[-1:]) for series in self.curves.values()]
+        return int(max(chain.from_iterable(ends), default=0))
 
     @property
     def first_step(self) -> int:
@@ -268,7 +279,7 @@ def read_run(run: RunFolder, doing: str = "", metrics: MetricsFile | None = None
     return RunView(
         name=str(recipe.get("name") or run.root.resolve().name),
         root=run.root,
-        curves={key: Series(*metrics.points(key)) for key in CURVES},
+        curves={key: Series(*metrics.points(key), metrics.lost_at(key)) for key in CURVES},
         progress=_progress(metrics, events, running=running),
         records=records,
         events=events,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -50,7 +51,9 @@ def show_run(run: RunFolder) -> None:
         out.print(Text(view.last_word, "red"), soft_wrap=True)
     out.print(_steps(view, run))
     figures = [
-        f"{name} {short(series.values[-1])}" for name, series in view.curves.items() if series
+        f"{name} {short(series.last)}"
+        for name, series in view.curves.items()
+        if series.last is not None
     ]
     if figures:
         unsaved = f" ({view.saved})" if view.saved_step != view.steps_done else ""
@@ -151,7 +154,7 @@ def compare(one: RunFolder, other: RunFolder) -> None:
     found = [figures(view) for view in views]
     for name in _union(*found):
         values = [figure.get(name) for figure in found]
-        both = [value for value in values if value is not None]
+        both = [value for value in values if value is not None and math.isfinite(value)]
         apart = (
             f"{both[1] - both[0]:+.4g}"
             if len(both) == 2 and comparable(views, name)
@@ -276,7 +279,11 @@ def figures(view: RunView) -> dict[str, float]:
         if view.evaluation
         else {}
     )
-    ends = {f"{name} (last)": series.values[-1] for name, series in view.curves.items() if series}
+    ends = {
+        f"{name} (last)": series.last
+        for name, series in view.curves.items()
+        if series.last is not None
+    }
     seconds = {f"{record.step} (seconds)": record.seconds for record in view.records}
     return {**metrics, **ends, **seconds}
 
@@ -334,8 +341,8 @@ def _union(one: Iterable[str], other: Iterable[str]) -> list[str]:
 
 
 def _last(view: RunView, name: str) -> str:
-    series = view.curves[name]
-    return short(series.values[-1]) if series else ""
+    last = view.curves[name].last
+    return "" if last is None else short(last)
 
 
 def _style(view: RunView) -> str:

@@ -4,6 +4,7 @@ browser.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from itertools import groupby
@@ -173,7 +174,8 @@ def compared(views: dict[str, RunView], files: dict[str, MetricsFile]) -> dict[s
         "figures": [
             {
                 "figure": figure,
-                "values": [found[name].get(figure) for name in views],
+                "values": (values := [found[name].get(figure) for name in views]),
+                "not_finite": [value is not None and math.isnan(value) for value in values],
                 "intervals": [_interval(view, figure) for view in views.values()],
                 "comparable": comparable(views.values(), figure),
             }

@@ -24,7 +24,7 @@ from ingot.base.errors import WrongInput
 from ingot.base.runfolder import RunFolder
 from ingot.report.goodput import Goodput
 from ingot.report.headline import headline, trained_tokens
-from ingot.report.metrics import MetricsFile
+from ingot.report.metrics import MetricColumn, MetricsFile
 from ingot.report.planned import cost_so_far
 from ingot.report.run_view import RunView, read_run
 
@@ -232,6 +232,7 @@ _EMPTY: dict[str, Any] = {
     "running": False,
     "pending": False,
     "error": "",
+    "not_finite": [],
     **dict.fromkeys(_FIGURES),
 }
 
@@ -240,6 +241,11 @@ def row(name: str, view: RunView) -> dict[str, Any]:
     """A run as a row of the table. What is not known is None."""
     top, bits, done = headline(view), view.metric("bits_per_byte"), view.progress
     account = view.goodput
+    last = {
+        "loss": view.curves["train/loss"].last,
+        "validation": view.curves["validation/loss"].last,
+        "tokens_per_s": view.curves["train/tokens_per_s"].last,
+    }
     return {
         **_EMPTY,
         "id": name,
@@ -252,10 +258,9 @@ def row(name: str, view: RunView) -> dict[str, Any]:
         "last": done.last if done else view.knob("train.steps"),
         "left_s": done.left_s if done and view.running else None,
         "tokens": trained_tokens(view) or None,
-        "loss": _last(view, "train/loss"),
-        "validation": _last(view, "validation/loss"),
+        **last,
+        "not_finite": [name for name, value in last.items() if value and math.isnan(value)],
         "bits": bits.value if bits else None,
-        "tokens_per_s": _last(view, "train/tokens_per_s"),
         "goodput": account.share() if account else None,
         "restarts": restarts(account) if account else None,
         "cost": cost_so_far(view),
@@ -270,11 +275,6 @@ def row(name: str, view: RunView) -> dict[str, Any]:
 def restarts(account: Goodput) -> int:
     """How often a training was started again."""
     return max(len(account.attempts) - 1, 0)
-
-
-def _last(view: RunView, key: str) -> float | None:
-    series = view.curves[key]
-    return series.values[-1] if series else None
 
 
 def tokens_of_a_step(view: RunView) -> int | None:
@@ -294,18 +294,15 @@ def curve(
     bands: bool = True,
 ) -> dict[str, Any] | None:
     """One curve between `low` and `high` of the axis: lists x and y, and where points were left out
-    and `bands` are wanted the lowest and highest of each column. None where the run has none.
+    and `bands` are wanted the lowest and highest of each column; `lost` is where it ceased to be
+    finite. None where the run has none.
     """
-    column = metrics.columns.get(key)
-    if column is None or (axis == "tokens" and tokens_a_step is None):
+    if key not in metrics.columns.keys() | metrics.lost or (axis == "tokens" and not tokens_a_step):
         return None
+    column = metrics.columns.get(key, MetricColumn())
     lines = np.array(column.lines, np.int64)
-    y, steps = np.array(column.values, np.float64), np.array(metrics.steps, np.float64)
-    if axis == "time":
-        times = np.array(metrics.times, np.float64)
-        x = times[lines] - np.nanmin(times) if np.isfinite(times).any() else times[lines]
-    else:
-        x = steps[lines] * (tokens_a_step or 1 if axis == "tokens" else 1)
+    y, along = np.array(column.values, np.float64), _along(metrics, axis, tokens_a_step)
+    x, lost = along[lines], along[metrics.lost.get(key, [])[:1]]
     known = np.isfinite(x)
     if not known.all():
         x, y = x[known], y[known]
@@ -316,7 +313,16 @@ def curve(
     first = 0 if low is None else max(int(np.searchsorted(x, low)) - 1, 0)
     last = len(x) if high is None else min(int(np.searchsorted(x, high, "right")) + 1, len(x))
     drawn = downsampled(x[first:last], y[first:last], points)
-    return drawn if bands else {name: drawn[name] for name in ("x", "y", "n")}
+    drawn["lost"] = float(lost[0]) if np.isfinite(lost).any() else None
+    return drawn if bands else {name: drawn[name] for name in ("x", "y", "n", "lost")}
+
+
+def _along(metrics: MetricsFile, axis: Axis, tokens_a_step: int | None) -> Numbers:
+    """Where each line of the metrics stands on an axis; NaN where that is not known."""
+    if axis == "time":
+        times = np.array(metrics.times, np.float64)
+        return times - np.nanmin(times) if np.isfinite(times).any() else times
+    return np.array(metrics.steps, np.float64) * (tokens_a_step or 1 if axis == "tokens" else 1)
 
 
 def downsampled(x: Numbers, y: Numbers, points: int) -> dict[str, Any]:
@@ -339,7 +345,7 @@ def downsampled(x: Numbers, y: Numbers, points: int) -> dict[str, Any]:
 
 def curve_keys(files: Sequence[MetricsFile]) -> list[str]:
     """The keys that any of the runs has, losses first."""
-    found = {key for metrics in files for key in metrics.columns}
+    found = {key for metrics in files for key in (*metrics.columns, *metrics.lost)}
     first = ("train/loss", "validation/loss", "train/lr", "train/grad_norm", "train/tokens_per_s")
     rank = {key: number for number, key in enumerate(first)}
     return sorted(found, key=lambda key: (rank.get(key, len(first)), key))

@@ -99,5 +99,22 @@ def test_a_curve_shows_the_last_values() -> None:
     assert curve.text() == "step 3  loss █▅▁ 2.000"
     drawn = curve.html()
     assert [f">{told}" in drawn for told in ("loss 2.000<", "validation loss 2.500<")] == [True] * 2
-    assert [f">{edge}<" in drawn for edge in ("4.00", "2.00", "step 0", "3")] == [True] * 4
+    assert [f">{edge}<" in drawn for edge in ("4", "2", "step 0", "3")] == [True] * 4
     assert "nan" not in drawn
+    curve(StepMetrics(4, {"train/loss": float("nan")}))
+    assert curve.text() == "step 4  loss █▅▁ nan"
+    assert ">step 4:" in curve.html()
+    assert ">loss nan<" in curve.html()
+
+
+def test_a_curve_of_small_losses_has_two_ends_and_its_last_step(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    curve = LiveCurve(every_s=1e9)
+    for step, loss in enumerate([0.0042, 0.0031]):
+        curve(StepMetrics(step, {"train/loss": loss}))
+    assert [f">{edge}<" in curve.html() for edge in ("0.004", "0.003")] == [True] * 2
+    capsys.readouterr()
+    curve.close()
+    assert "step 1  loss █▁ 0.003100" in capsys.readouterr().err

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,20 @@ def test_what_was_appended_is_read_and_nothing_twice(tmp_path: Path) -> None:
     assert metrics.refresh()
     assert metrics.points("train/loss") == ([1, 2, 3], [3.0, 2.5, 2.0])
     assert metrics.texts == [(1, "samples/0", "once")]
+
+
+def test_what_ceased_to_be_finite_is_known_until_it_is_finite_again(tmp_path: Path) -> None:
+    lines = JsonLines(tmp_path / "metrics.jsonl")
+    for step, loss in enumerate([2.0, math.nan, math.inf, None]):
+        lines.write(step, {"gpu/rank0_util": math.nan} if loss is None else {"train/loss": loss})
+    metrics = MetricsFile(lines.path)
+    metrics.refresh()
+    assert metrics.points("train/loss") == ([0], [2.0])
+    assert metrics.lost_at("train/loss") == [1, 2]
+    assert set(metrics.lost) == {"train/loss"}, "a device that is not read is no loss"
+    lines.write(4, {"train/loss": 1.5})
+    metrics.refresh()
+    assert metrics.lost_at("train/loss") == []
 
 
 def test_a_file_that_was_written_anew_is_read_anew(tmp_path: Path) -> None:

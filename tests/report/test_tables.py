@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from pathlib import Path
@@ -63,6 +64,25 @@ def test_one_run_tells_its_steps_metrics_and_events(
     assert table[3] == ["train", "112.4", "300 steps in 1m 52s, loss 3.641", "model"]
     assert "at step 300: train/loss 3." in out
     assert "register: quickstart v2, live" in out
+
+
+def test_a_loss_that_is_no_number_any_more_is_told_as_that(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, other = made_up_run(tmp_path), made_up_run(tmp_path, "other")
+    append_line(run.metrics, {"step": 310, "train/loss": None})
+    show_run(run)
+    show_runs(tmp_path)
+    compare(run, other)
+    out = capsys.readouterr().out
+    assert "at step 310 (step 300 is saved): train/loss nan, validation/loss 3." in out
+    assert next(row for row in rows(out) if row[0] == "quickstart")[1:3] == ["310", "nan"]
+    assert next(row for row in rows(out) if row[0] == LAST_TRAINED)[1::2] == ["nan"]
+    told = run_json(run)
+    assert told["step"] == 310
+    assert math.isnan(told["figures"][LAST_TRAINED])
+    page = write_page(run).read_text(encoding="utf-8")
+    assert page.count("<u>not finite from step 310</u>") == 1
 
 
 def test_a_run_that_was_moved_tells_where_its_files_are_now(

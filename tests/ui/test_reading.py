@@ -18,8 +18,8 @@ from ingot.data.columns.manifest import MANIFEST
 from ingot.report.metrics import MetricsFile
 from ingot.report.run_view import read_run
 from ingot.ui.details import examples, samples
-from ingot.ui.runs import RunsFolder, curve, downsampled
-from tests.report.made_up import COMPLETIONS, PROMPTS, made_up_run
+from ingot.ui.runs import Axis, RunsFolder, curve, curve_keys, downsampled
+from tests.report.made_up import BEGAN, COMPLETIONS, PROMPTS, made_up_run
 from tests.small import prepared, small_recipe
 from tests.ui.serving import Shown, showing
 
@@ -107,6 +107,28 @@ def test_curves_are_cut_to_the_screen_and_lose_no_spike(tmp_path: Path) -> None:
     assert time is not None
     assert 0 <= time["x"][0] < time["x"][-1] < 3_400
     assert curve(metrics, "no/such", "step", None, 500) is None
+
+
+@pytest.mark.parametrize("axis", ["step", "tokens", "time"])
+def test_a_curve_tells_where_it_ceased_to_be_finite(axis: Axis, run: RunFolder) -> None:
+    for step in (60, 70):
+        line = {"step": step, "t_wall": BEGAN + 30 + step / 3}
+        append_line(run.metrics, {**line, "train/loss": None, "a/new": None})
+    runs = RunsFolder(run.root.parent)
+    (row,) = runs.rows()
+    assert (row["step"], row["not_finite"]) == (70, ["loss"])
+    metrics = runs.metrics("alone")
+    drawn, never, whole = (
+        curve(metrics, key, axis, 2048, 500, bands=False)
+        for key in ("train/loss", "a/new", "train/lr")
+    )
+    assert drawn
+    assert never
+    assert whole
+    place = {"step": 60, "tokens": 60 * 2048, "time": 59 / 3}[axis]
+    assert drawn["lost"] == never["lost"] == pytest.approx(place)
+    assert (len(drawn["x"]), len(never["x"]), whole["lost"]) == (6, 0, None)
+    assert "a/new" in curve_keys([metrics])
 
 
 def test_columns_hold_means_and_extremes() -> None:

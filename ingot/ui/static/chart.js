@@ -91,6 +91,7 @@ export class Chart {
         if (high > y1) y1 = high;
       }
     }
+    for (const { lost } of this.#lost(...(range ?? []))) { x0 = Math.min(x0, lost); x1 = Math.max(x1, lost); }
     if (range) [x0, x1] = range;
     if (x0 === Infinity || y0 === Infinity) return null;
     if (x0 === x1) x1 = x0 + 1;
@@ -98,6 +99,11 @@ export class Chart {
     this.isLog = log && y0 > 0;
     const pad = this.isLog ? (y1 / y0) ** 0.06 : (y1 - y0) * 0.06;
     return { x0, x1, y0: this.isLog ? y0 / pad : y0 - pad, y1: this.isLog ? y1 * pad : y1 + pad };
+  }
+
+  /** The series that cease to be finite, where that is in sight. */
+  #lost(low = -Infinity, high = Infinity) {
+    return this.series.filter(({ lost }) => lost !== null && lost >= low && lost <= high);
   }
 
   draw() {
@@ -115,7 +121,7 @@ export class Chart {
     c.font = `11.5px ${style.fontFamily}`;
     this.box = null;
     const bounds = this.#bounds();
-    if (!bounds) { c.fillStyle = soft; c.textAlign = "center"; c.fillText("nothing logged here yet", width / 2, height / 2); return; }
+    if (!bounds) { c.fillStyle = soft; c.textAlign = "center"; c.fillText(this.series.some(({ lost }) => lost !== null) ? "no finite number here" : "nothing logged here yet", width / 2, height / 2); return; }
     const yTicks = this.isLog ? logTicks(bounds.y0, bounds.y1) : ticks(bounds.y0, bounds.y1, Math.max(2, height / 55));
     const left = Math.ceil(Math.max(...yTicks.map((value) => c.measureText(short(value)).width), 18)) + 10, right = width - 6, top = 8, bottom = height - 22;
     const x = (value) => left + ((value - bounds.x0) / (bounds.x1 - bounds.x0)) * (right - left);
@@ -129,6 +135,17 @@ export class Chart {
     c.save(); c.beginPath(); c.rect(left, top - 4, right - left, bottom - top + 8); c.clip();
     for (const one of this.series) this.#line(c, one, x, y);
     c.restore();
+    this.#lost(bounds.x0, bounds.x1).forEach((one, row) => this.#end(c, one, Math.round(x(one.lost)) + 0.5, row));
+  }
+
+  /** A mark where a curve ceases to be finite, its words on the side that has more room. */
+  #end(c, one, at, row) {
+    const { left, right, top, bottom } = this.box;
+    c.strokeStyle = c.fillStyle = colourOf(one.index);
+    c.lineWidth = 1.5; c.setLineDash([4, 3]); c.beginPath(); c.moveTo(at, top); c.lineTo(at, bottom); c.stroke(); c.setLineDash([]);
+    const late = at > (left + right) / 2;
+    c.textAlign = late ? "right" : "left";
+    c.fillText(`not finite from ${this.options.unit}${this.options.formatX(one.lost)}`, at + (late ? -6 : 6), top + 9 + 14 * row);
   }
 
   #line(c, one, x, y) {

@@ -34,10 +34,10 @@ function drawDifferences(root, runs, answer, names) {
   fill(root, h("div", { style: { height: "18px" } }), knobs, figures, samplesBeside(runs, answer.samples, names));
 }
 
-function figureRow({ figure, values, intervals, comparable }, runs) {
+function figureRow({ figure, values, not_finite: lost, intervals, comparable }, runs) {
   const both = values.filter((value) => value !== null);
   const difference = runs.length !== 2 ? "" : h("td", { class: "n" }, both.length < 2 ? "" : comparable ? `${both[1] >= both[0] ? "+" : "−"}${short(Math.abs(both[1] - both[0]))}` : "not comparable");
-  return h("tr", {}, h("td", { class: "mono soft" }, figure), values.map((value, index) => h("td", {}, value === null ? "—" : short(value, 5), intervals[index] ? h("small", {}, `${short(intervals[index][0])} to ${short(intervals[index][1])}`) : "")), difference);
+  return h("tr", {}, h("td", { class: "mono soft" }, figure), values.map((value, index) => h("td", {}, lost[index] ? "nan" : value === null ? "—" : short(value, 5), intervals[index] ? h("small", {}, `${short(intervals[index][0])} to ${short(intervals[index][1])}`) : "")), difference);
 }
 
 function samplesBeside(runs, samples, names) {

@@ -73,8 +73,8 @@ export async function showCurves(root, runs, names = {}) {
         grid.append(card);
         charts.set(key, { card, chart: new Chart(box, { zoom }) });
       }
-      const series = runs.map((run, index) => ({ name: names[run] ?? run, run, index, ...(latest[key][run] ?? { x: [], y: [] }) })).filter((one) => !hidden.has(one.run) && one.x.length);
-      charts.get(key).chart.set(series, { smoothing: state.smoothing, log: state.log, range, formatX: FORMATS[state.axis] });
+      const series = runs.map((run, index) => ({ name: names[run] ?? run, run, index, ...(latest[key][run] ?? { x: [], y: [], lost: null }) })).filter((one) => !hidden.has(one.run) && (one.x.length || one.lost !== null));
+      charts.get(key).chart.set(series, { smoothing: state.smoothing, log: state.log, range, formatX: FORMATS[state.axis], unit: state.axis === "step" ? "step " : "" });
     }
     if (!keys.length) fill(grid, h("div", { class: "card empty" }, h("b", {}, "Nothing was logged yet"), state.axis === "tokens" ? "Tokens are known where the recipe has train.global_batch and data.seq_len." : "Curves appear with the first logged step."));
     else for (const empty of grid.querySelectorAll(":scope > .empty")) empty.remove();

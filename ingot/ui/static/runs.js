@@ -98,7 +98,7 @@ function rowOf(run, columns, picked) {
     if (key === "name") return h("td", { class: "who" }, h("a", { href: `#/run?${new URLSearchParams({ run: run.id })}`, title: run.id }, run.name), h("small", { title: run.error }, run.error || [run.id === run.name ? "" : run.id, run.objective, count(run.parameters), run.model].filter(Boolean).join(" · ")));
     if (key === "state") return h("td", {}, h("span", { class: `pill ${run.mood}`, title: run.state }, run.state));
     if (key === "step") return h("td", { class: `steps ${run.running ? "live" : ""}` }, progress(run));
-    const text = format(run[key]);
+    const text = run.not_finite.includes(key) ? "nan" : format(run[key]);
     return h("td", { class: `n more ${text === "" || (key === "restarts" && !run[key]) ? "none" : ""}`, "data-label": title }, text);
   });
   return h("tr", { "data-id": run.id, class: picked ? "picked" : "" }, h("td", {}, h("input", { type: "checkbox", "aria-label": `Choose ${run.name}`, checked: picked })), cells);
