@@ -116,10 +116,13 @@ class MetricsFile:
             elif isinstance(value, str):
                 self.texts.append((step, key, value))
             elif value is None and not key.startswith((*OF_RANKS, "t_wall")):
-                if key in self.lost or len(self.lost) < MOST_KEYS:
-                    self.lost.setdefault(key, []).append(number)
+                self._lose(key, number)
         for name, found in ranks.items():
             self._put(name, number, max(found) if name == MEMORY else sum(found) / len(found))
+
+    def _lose(self, key: str, line: int) -> None:
+        if key in self.lost or len(self.lost) < MOST_KEYS:
+            self.lost.setdefault(key, []).append(line)
 
     def _put(self, key: str, line: int, value: float) -> None:
         column = self.columns.get(key)

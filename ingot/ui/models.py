@@ -5,6 +5,7 @@ addresses that it was started with and to no other, so that no page needs anothe
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, Literal
 
@@ -87,10 +88,10 @@ def models_router(models: ServedModels) -> APIRouter:
         sent = models.client.build_request(
             "POST", models.addresses[number] + ROUTES[route], content=body, headers=headers
         )
+        address = models.addresses[number]
         try:
             answer = await models.client.send(sent, stream=True)
         except httpx.HTTPError as error:
-            address = models.addresses[number]
             line = f"{address} does not answer ({type(error).__name__}); is `ingot serve` running?"
             return JSONResponse({"error": line}, 502)
 
@@ -99,6 +100,9 @@ def models_router(models: ServedModels) -> APIRouter:
             try:
                 async for piece in answer.aiter_raw():
                     yield piece
+            except httpx.HTTPError as error:
+                line = f"the answer of {address} broke off ({type(error).__name__})"
+                yield f"\n\ndata: {json.dumps({'error': line})}\n\n".encode()
             finally:
                 await answer.aclose()
 

@@ -815,4 +815,20 @@ FAULTS = [
         "a loss that has become NaN is told as the last one that was finite",
         "tests/report/test_tables.py",
     ),
+    Fault(
+        "cleared-talk-sent-again",
+        "ingot/serve/playground/playground.js",
+        "for (const panel of shown) { panel.turns = []; showEmpty",
+        "for (const panel of shown) { panel.turns.length = 0; showEmpty",
+        "what was cleared while it was written is sent along with the next question",
+        "tests/serve/http/test_playground.py",
+    ),
+    Fault(
+        "broken-answer-whole",
+        "ingot/serve/playground/playground.js",
+        "if (done) throw new Error(BROKEN);",
+        "if (done) return;",
+        "an answer whose model died is shown as a whole one",
+        "tests/serve/http/test_playground.py",
+    ),
 ]

@@ -13,6 +13,7 @@ const TRIES = {
   completions: ["Once upon a time", "def main(", "The capital of France is"],
   ...Object.fromEntries(Object.entries(TASKS).map(([name, task]) => [name, task.tries])),
 };
+const BROKEN = "the answer broke off";
 const NAMES = { chat: "Chat", completions: "Completion", ...Object.fromEntries(Object.entries(TASKS).map(([name, task]) => [name, task.name])) };
 
 /** Shows the playground in `root`. `source` lists models, looks at one again with its key, and asks them. */
@@ -21,6 +22,7 @@ export function mountPlayground(root, source) {
   const panels = h("div", { class: "panels" });
   const shown = [];
   const box = h("textarea", { rows: 1, "aria-label": "Prompt", oninput: () => grow(box), onkeydown: (event) => {
+    if (event.isComposing || event.keyCode === 229) return; // Enter ends an input method's word
     if (event.key === "Enter" && !event.shiftKey && (["chat", "classes"].includes(state.mode) || event.ctrlKey || event.metaKey)) { event.preventDefault(); send(); }
   } });
   const go = h("button", { class: "main", type: "button", onclick: () => (state.running ? state.running.abort() : send()) }, "Send");
@@ -84,16 +86,16 @@ export function mountPlayground(root, source) {
   async function setKey(asked, key) {
     const address = source.addressOf(asked);
     state.keys.set(address, key);
+    const changed = shown.filter((panel) => source.addressOf(panel.model) === address);
+    for (const panel of changed) panel.turns = [];
     const found = await source.lookAgain(asked, sent(key));
     const now = (model) => (found && source.addressOf(model) === address ? found : model);
     state.models = state.models.map(now);
     if (found && state.models[0] === found) setFirstMode();
-    for (const panel of shown) {
-      if (source.addressOf(panel.model) !== address) continue;
+    for (const panel of changed) {
       panel.model = now(panel.model);
-      panel.turns = [];
       showHead(panel);
-      showEmpty(panel);
+      if (!state.running) showEmpty(panel); // else it was asked with the new key
     }
   }
 
@@ -163,32 +165,37 @@ export function mountPlayground(root, source) {
     state.running = new AbortController();
     go.textContent = "Stop";
     if (state.mode === "chat") { box.value = ""; grow(box); }
-    await Promise.all(shown.map((panel) => answer(panel, prompt, state.running.signal)));
+    const answered = await Promise.all(shown.map((panel) => answer(panel, prompt, state.running.signal)));
     state.running = null;
     go.textContent = "Send";
+    if (answered.includes(false) && !answered.includes(true) && !box.value) { box.value = prompt; grow(box); }
   }
 
   /** What is no text: asked at once, shown whole. */
   async function look(panel, prompt, signal) {
-    const task = TASKS[state.mode], began = performance.now();
+    const task = TASKS[state.mode], { turns } = panel, began = performance.now();
     fill(panel.foot);
     try {
       const response = await source.ask(panel.model, task.route, request(panel, prompt), sent(keyOf(panel.model)), signal);
       if (!response.ok) throw new Error(await reason(response));
-      fill(panel.talk, h("div", { class: "turn user" }, prompt), task.show(await response.json(), prompt));
+      const told = await response.json();
+      if (panel.turns !== turns) return;
+      fill(panel.talk, h("div", { class: "turn user" }, prompt), task.show(told, prompt));
       fill(panel.foot, h("span", {}, `${(performance.now() - began).toFixed(0)} ms`));
     } catch (error) {
-      fill(panel.foot, error.name === "AbortError" ? "stopped" : h("span", { class: "error" }, error.message));
+      if (panel.turns === turns) fill(panel.foot, error.name === "AbortError" ? "stopped" : h("span", { class: "error" }, error.message));
     }
   }
 
+  /** Asks for text and shows it as it comes. Returns whether any came; nothing where it was cleared away meanwhile. */
   async function answer(panel, prompt, signal) {
-    if (state.mode in TASKS) return look(panel, prompt, signal);
+    const { mode } = state, { turns } = panel;
+    if (mode in TASKS) return look(panel, prompt, signal);
     const body = request(panel, prompt), began = performance.now();
-    const out = h("div", { class: `turn assistant waiting ${state.mode === "chat" ? "" : "raw"}` });
-    if (state.mode === "chat") {
-      if (!panel.turns.length) fill(panel.talk);
-      panel.talk.append(h("div", { class: "turn user" }, prompt), out);
+    const asked = h("div", { class: "turn user" }, prompt), out = h("div", { class: `turn assistant waiting ${mode === "chat" ? "" : "raw"}` });
+    if (mode === "chat") {
+      if (!turns.length) fill(panel.talk);
+      panel.talk.append(asked, out);
     } else {
       fill(panel.talk, out);
       out.append(h("span", { class: "prompt" }, prompt));
@@ -196,9 +203,10 @@ export function mountPlayground(root, source) {
     const told = { text: "", tokens: 0, first: 0, finish: "" };
     let failed = "";
     try {
-      const response = await source.ask(panel.model, state.mode, { ...body, stream: true, stream_options: { include_usage: true } }, sent(keyOf(panel.model)), signal);
+      const response = await source.ask(panel.model, mode, { ...body, stream: true, stream_options: { include_usage: true } }, sent(keyOf(panel.model)), signal);
       if (!response.ok) throw new Error(await reason(response));
       for await (const chunk of events(response)) {
+        if (panel.turns !== turns) return;
         if (chunk.error) throw new Error(chunk.error.message ?? String(chunk.error));
         if (chunk.usage) told.tokens = chunk.usage.completion_tokens;
         const [choice] = chunk.choices ?? [];
@@ -214,12 +222,18 @@ export function mountPlayground(root, source) {
     } catch (error) {
       failed = error.name === "AbortError" ? "stopped" : error.message;
     }
+    if (panel.turns !== turns) return;
     out.classList.remove("waiting");
+    if (mode === "chat" && failed && !told.text) { // as if it had not been asked
+      asked.remove(); out.remove();
+      if (!turns.length) showEmpty(panel);
+    }
     const seconds = (performance.now() - began) / 1000;
     const facts = [told.tokens ? `${told.tokens} tokens` : "", told.tokens ? `${(told.tokens / seconds).toFixed(1)} tokens/s` : "", told.first ? `first after ${told.first.toFixed(0)} ms` : "", told.finish === "length" ? "cut at the most tokens" : ""];
     fill(panel.foot, failed && failed !== "stopped" ? h("span", { class: "error" }, failed) : failed, facts.filter(Boolean).map((fact) => h("span", {}, fact)));
     if (!told.text && !failed) out.append(h("span", { class: "soft" }, "(an empty answer)"));
-    if (state.mode === "chat" && (told.text || !failed)) panel.turns.push({ role: "user", content: prompt }, { role: "assistant", content: told.text });
+    if (mode === "chat" && (told.text || !failed)) turns.push({ role: "user", content: prompt }, { role: "assistant", content: told.text });
+    return Boolean(told.text) || !failed;
   }
 
   const last = () => { const panel = shown[0] ?? { model: { name: "model" }, turns: [] }; return request(panel, box.value || panel.turns.at(-2)?.content || TRIES[state.mode][0]); };
@@ -271,21 +285,37 @@ async function reason(response) {
   }
 }
 
-/** The JSON of a stream of server-sent events. */
+/** The JSON of a stream of server-sent events; an error where it ends before the answer does. */
 export async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
-  let rest = "";
-  for (;;) {
-    const { value, done } = await reader.read();
-    rest += value ?? "";
-    const blocks = rest.split(/\r?\n\r?\n/);
-    rest = done ? "" : blocks.pop();
-    for (const block of blocks) {
-      const data = block.split(/\r?\n/).filter((line) => line.startsWith("data:")).map((line) => line.slice(5).trimStart()).join("\n");
-      if (data === "[DONE]") return;
-      if (data) yield JSON.parse(data);
+  let rest = "", finished = false;
+  try {
+    for (;;) {
+      const { value, done } = await reader.read();
+      rest += value ?? "";
+      const blocks = rest.split(/\r?\n\r?\n/);
+      rest = done ? "" : blocks.pop();
+      for (const block of blocks) {
+        const data = block.split(/\r?\n/).filter((line) => line.startsWith("data:")).map((line) => line.slice(5).trimStart()).join("\n");
+        if (data === "[DONE]") return;
+        if (!data) continue;
+        const chunk = parsed(data);
+        finished ||= Boolean(chunk.choices?.[0]?.finish_reason);
+        yield chunk;
+      }
+      if (done && finished) return;
+      if (done) throw new Error(BROKEN);
     }
-    if (done) return;
+  } finally {
+    reader.cancel().catch(() => {}); // of whoever reads no further
+  }
+}
+
+function parsed(data) {
+  try {
+    return JSON.parse(data);
+  } catch {
+    throw new Error(BROKEN); // amid a line
   }
 }
 

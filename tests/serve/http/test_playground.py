@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import pytest
 
 from ingot.tokenizers.bpe import MASK
 from tests.browser import Tab, browsing, require_browser
+from tests.loopback import Loopback
 from tests.serve.running import Running, running
 from tests.serve.test_masks import make_masked
 from tests.serve.tiny import make_classifier, make_scorer
@@ -121,6 +124,117 @@ def test_stop_ends_the_work_of_the_model(tab: Tab, server: Running) -> None:
     tab.wait(f"{STOP} === 'Send'")
     assert "stopped" in tab.text(".panel-foot")
     server.wait_for("ingot_running", 0)
+
+
+BOX = "document.querySelector('.ask textarea')"
+
+
+def overheard(tab: Tab) -> None:
+    """Keeps what is sent from now on as `window.sent`."""
+    tab.eval(
+        "(real => { window.sent = []; window.fetch = (url, options) => {"
+        " if (options?.body) sent.push(JSON.parse(options.body)); return real(url, options); }; })(fetch)"
+    )
+
+
+@pytest.mark.parametrize("leave", ["Clear", "Completion"])
+def test_what_was_cleared_while_it_was_written_is_not_sent_again(
+    leave: str, tab: Tab, server: Running
+) -> None:
+    tab.go("about:blank")
+    tab.go(f"{server.url}/")
+    tab.wait("document.querySelector('.panel-head') !== null")
+    overheard(tab)
+    choose(tab, "max_tokens", "8000")
+    ask(tab, "on and on")
+    tab.wait("document.querySelector('.turn.assistant')?.textContent.length > 12")
+    buttons = "[...document.querySelectorAll('.play-bar button')]"
+    tab.eval(f"{buttons}.find(b => b.innerText === '{leave}').click()")
+    tab.wait(f"{STOP} === 'Send'")
+    assert "Nothing asked yet" in tab.text(".talk")
+    assert tab.text(".panel-foot") == ""
+    tab.eval(f"{buttons}.find(b => b.innerText === 'Chat').click()")
+    choose(tab, "max_tokens", "3")
+    ask(tab, "the fox")
+    tab.wait(f"{STOP} === 'Send' && document.querySelector('.panel-foot').innerText !== ''")
+    assert tab.eval("sent.at(-1).messages") == [{"role": "user", "content": "the fox"}]
+    assert "Nothing asked yet" not in tab.text(".talk")
+
+
+def test_enter_that_ends_a_word_of_an_input_method_sends_nothing(tab: Tab, server: Running) -> None:
+    tab.go("about:blank")
+    tab.go(f"{server.url}/")
+    tab.wait("document.querySelector('.panel-head') !== null")
+    overheard(tab)
+    choose(tab, "max_tokens", "3")
+
+    def enter(more: str) -> str:
+        return f"{BOX}.dispatchEvent(new KeyboardEvent('keydown', {{ key: 'Enter', {more} }}))"
+
+    tab.eval(f"{BOX}.value = 'にほ'")
+    tab.eval(f"{enter('isComposing: true')} && {enter('keyCode: 229')}")
+    tab.eval(f"{BOX}.value = '日本'")
+    tab.eval(enter(""))
+    tab.wait(f"{STOP} === 'Send' && document.querySelector('.panel-foot').innerText !== ''")
+    asked = tab.eval("sent.map(one => one.messages[0].content)")
+    assert asked == ["日本"]
+
+
+class Dying(BaseHTTPRequestHandler):
+    """A model that hangs up in the middle of its answer (`torn`), after a part of it (`early`) or
+    before it (`none`).
+    """
+
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        model = {"id": "dying", "chat": True, "tasks": ["chat"]}
+        self._begin("application/json")
+        self._chunk(json.dumps({"data": [model]}))
+        self._chunk("")
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        prompt = asked["messages"][-1]["content"]
+        self._begin("text/event-stream")
+        if prompt != "none":
+            self._chunk('data: {"choices": [{"delta": {"content": "begun"}}]}\n\n')
+        self._chunk('data: {"cho') if prompt == "torn" else self._chunk("")
+        self.close_connection = True
+
+    def _begin(self, kind: str) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", kind)
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+
+    def _chunk(self, text: str) -> None:
+        self.wfile.write(f"{len(text):x}\r\n{text}\r\n".encode())
+
+    def log_message(self, *_: Any) -> None:
+        """Nothing is logged."""
+
+
+def test_an_answer_that_broke_off_is_no_whole_one(tab: Tab, tmp_path: Path) -> None:
+    with Loopback(Dying) as model, showing(tmp_path, "--model", model.address) as shown:
+        torn = {"messages": [{"role": "user", "content": "torn"}]}
+        with httpx.Client(base_url=shown.url, timeout=60, trust_env=False) as client:
+            last = client.post("/api/models/0/chat", json=torn).text.split("\n\n")[-2]
+        assert "broke off (RemoteProtocolError)" in json.loads(last.removeprefix("data: "))["error"]
+        tab.go(f"{shown.url}/#/play")
+        for prompt in ("torn", "early"):
+            tab.go("about:blank")
+            tab.go(f"{shown.url}/#/play")
+            ask(tab, prompt)
+            tab.wait(
+                "document.querySelector('.panel-foot .error')?.innerText.includes('broke off')"
+            )
+            assert tab.text(".turn.assistant") == "begun"
+        tab.wait(f"{STOP} === 'Send'")
+        ask(tab, "none")
+        tab.wait(f"{STOP} === 'Send' && {BOX}.value === 'none'")
+        assert tab.eval("document.querySelectorAll('.turn').length") == 2, "as if never asked"
+        assert "broke off" in tab.text(".panel-foot")
 
 
 CHAT = [{"role": "user", "content": "the fox?"}]
