@@ -831,4 +831,12 @@ FAULTS = [
         "an answer whose model died is shown as a whole one",
         "tests/serve/http/test_playground.py",
     ),
+    Fault(
+        "gone-server-runs-on",
+        "ingot/ui/static/app.js",
+        "missed = error ? missed + 1 : 0;",
+        "missed = 0;",
+        "a dashboard whose server is gone shows runs at work for ever",
+        "tests/ui/test_browser.py",
+    ),
 ]

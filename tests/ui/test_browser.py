@@ -128,6 +128,32 @@ def test_a_run_at_work_is_followed_without_loading_again(tab: Tab, tmp_path: Pat
         tab.wait("document.querySelector('tr[data-id=another]') !== null")
 
 
+def test_a_server_that_is_gone_is_told(tab: Tab, shown: Shown) -> None:
+    """It was shown as running for ever."""
+    impatient = tab.call(
+        "Page.addScriptToEvaluateOnNewDocument",
+        source="window.setInterval = (real => (f, ms) => real(f, ms / 100))(setInterval);"
+        " window.fetch = (real => (...it) => window.gone ? Promise.reject() : real(...it))(fetch)",
+    )
+    try:
+        tab.go(f"{shown.url}/")
+        tab.wait("document.querySelector('tr[data-id=first] .pill') !== null")
+        tab.eval("document.body.insertAdjacentHTML('beforeend', '<i class=\"pill live\">on</i>')")
+        pulse = "getComputedStyle(document.querySelector('.pill.live'), '::before').animationName"
+        assert tab.eval(pulse) == "pulse"
+        assert tab.text("[role=status]") == ""
+        tab.eval("window.gone = true")
+        tab.wait(
+            "/no answer since ..:..:..; what/.test(document.querySelector('[role=status]').innerText)"
+        )
+        assert tab.eval(pulse) == "none"
+        tab.eval("window.gone = false")
+        tab.wait("document.querySelector('[role=status]').innerText === ''")
+        assert tab.eval(pulse) == "pulse"
+    finally:
+        tab.call("Page.removeScriptToEvaluateOnNewDocument", identifier=impatient["identifier"])
+
+
 @pytest.mark.drawn("runs in a browser")
 def test_texts_of_runs_are_texts(tab: Tab, tmp_path: Path) -> None:
     run = made_up_run(tmp_path / "runs", "alone", steps=50)
