@@ -33,14 +33,11 @@ def last_failure(view: RunView) -> Failure | None:
     """
     if view.broken_off:
         verb, cause, when, ended = "train", view.last_word, view.last_sign, "broken off"
-    elif view.running or not view.state.startswith("failed"):
+    elif view.failed is None:
         return None
     else:
         event = next(event for event in reversed(view.events) if event.get("kind") in FAILED)
-        verb, _, cause = str(event.get("cause") or "").partition(": ")
-        if event.get("kind") == "give_up" or not cause:
-            verb, cause = "train", str(event.get("cause") or "no reason was noted")
-        when, ended = number(event.get("t_wall")), "failed"
+        (verb, cause), when, ended = view.failed, number(event.get("t_wall")), "failed"
     run = RunFolder(view.root)
     done = [record.step for record in view.records]
     kept = ", ".join(done) or "nothing was finished before"

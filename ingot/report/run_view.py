@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -226,6 +226,25 @@ class RunView:
         )
 
     @property
+    def failed(self) -> tuple[str, str] | None:
+        """The verb that the run ended with as a failure, and its cause: of a training that was
+        given up, what it failed with comes first. None where it ended otherwise or goes on.
+        """
+        ends = [event for event in self.events if event.get("kind") in ENDS]
+        if self.running or not ends or ends[-1]["kind"] not in FAILED:
+            return None
+        told = str(ends[-1].get("cause") or "no reason was noted")
+        if ends[-1]["kind"] == "give_up":
+            last = takewhile(lambda event: event["kind"] != "start", reversed(ends))
+            own = (event.get("cause") for event in last if event["kind"] == "failure")
+            if cause := next(filter(None, own), ""):
+                told = f"{cause}; given up: {told.partition('; the last failure:')[0]}"
+            told = f"train: {told.removeprefix('train: ')}"
+        verb, _, cause = told.partition(": ")
+        # A step that succeeded later has a record again.
+        return None if self.record(verb) else (verb, cause) if cause else ("train", told)
+
+    @property
     def state(self) -> str:
         """A few words about what the run is doing, or how it ended."""
         last: dict[str, Any] = next(
@@ -234,11 +253,8 @@ class RunView:
         )
         if self.running:
             return f"running: {self.doing}" if self.doing else "running"
-        cause = str(last.get("cause") or "no reason noted")
-        # A step that succeeded later has a record again.
-        verb = "train" if last.get("kind") == "give_up" else cause.partition(":")[0]
-        if last.get("kind") in FAILED and self.record(verb) is None:
-            return f"failed: {cause}"
+        if self.failed:
+            return f"failed: {': '.join(self.failed)}"
         if last.get("kind") == "stop" and self.record("train") is None:
             saved = self.saved_step
             return (

@@ -129,7 +129,7 @@ def show_runs(output: Path) -> None:
             _last(view, "validation/loss"),
             short(bits.value) if bits else "",
             Text(str((view.gate or {}).get("decision", ""))),
-            Text(view.state, _style(view)),
+            Text(f"failed: {view.failed[0]}" if view.failed else view.state, _style(view)),
             _ago(view.changed),
         )
     console().print(table)
@@ -346,13 +346,7 @@ def _last(view: RunView, name: str) -> str:
 
 
 def _style(view: RunView) -> str:
-    return (
-        "green"
-        if view.running
-        else "red"
-        if view.broken_off or view.state.startswith("failed")
-        else ""
-    )
+    return "green" if view.running else "red" if view.broken_off or view.failed else ""
 
 
 def _ago(when: float) -> str:

@@ -839,4 +839,12 @@ FAULTS = [
         "a dashboard whose server is gone shows runs at work for ever",
         "tests/ui/test_browser.py",
     ),
+    Fault(
+        "given-up-for-no-reason",
+        "ingot/report/run_view.py",
+        'if ends[-1]["kind"] == "give_up":',
+        'if ends[-1]["kind"] == "gave_up":',
+        "a training that was given up hides what it failed with",
+        "tests/report/test_tables.py",
+    ),
 ]

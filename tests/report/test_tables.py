@@ -16,6 +16,7 @@ from ingot.base.markers import write_marker
 from ingot.base.reports import read_report, write_report
 from ingot.base.runfolder import RunFolder
 from ingot.base.runlog import append_line
+from ingot.report.failures import last_failure
 from ingot.report.page import write_page
 from ingot.report.run_view import read_run
 from ingot.report.tables import (
@@ -83,6 +84,27 @@ def test_a_loss_that_is_no_number_any_more_is_told_as_that(
     assert math.isnan(told["figures"][LAST_TRAINED])
     page = write_page(run).read_text(encoding="utf-8")
     assert page.count("<u>not finite from step 310</u>") == 1
+
+
+def test_a_training_that_was_given_up_tells_what_it_failed_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = made_up_run(tmp_path)
+    (run.steps / "train.json").unlink()
+    given_up = "two failures in a row; the last failure: rank 0 failed (exit 1) at step 3"
+    append_line(run.events, {"kind": "failure", "cause": "train: of the attempt before"})
+    append_line(run.events, {"kind": "start", "step": 0, "t_wall": 2e9})
+    append_line(run.events, {"kind": "failure", "cause": f"train: {'disk full; ' * 9}", "step": 3})
+    append_line(run.events, {"kind": "give_up", "cause": given_up})
+    cause = f"{'disk full; ' * 9}; given up: two failures in a row"
+    assert run_json(run)["state"] == f"failed: train: {cause}"
+    failure = last_failure(read_run(run))
+    assert failure is not None
+    assert (failure.verb, failure.cause) == ("train", cause)
+    capsys.readouterr()
+    show_runs(tmp_path)
+    (row,) = [row for row in rows(capsys.readouterr().out) if "failed" in " ".join(row)]
+    assert row[6] == "failed: train", "a table of runs has a line for each"
 
 
 def test_a_run_that_was_moved_tells_where_its_files_are_now(
