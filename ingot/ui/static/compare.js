@@ -17,7 +17,7 @@ export async function compareView(root, params) {
     return null;
   }
   const beside = runs.slice(0, MOST_BESIDE), curves = h("div"), differences = h("div");
-  fill(root, h("div", { class: "title" }, h("h1", {}, newest ? "Newest runs" : "Runs over each other"), h("span", { class: "soft" }, newest ? "choose others in the table" : `${runs.length} runs`)), curves, differences);
+  fill(root, h("div", { class: "title" }, h("h1", {}, newest ? "Newest runs" : "Runs over each other"), h("span", { class: "soft" }, newest ? "choose others in the table" : `${runs.length} ${runs.length === 1 ? "run" : "runs"}`)), curves, differences);
   const answer = await api(`compare?${query(beside.map((run) => ["run", run]))}`);
   const names = Object.fromEntries(answer.runs.map((run) => [run.id, run.name]));
   const shown = await showCurves(curves, runs, names);
@@ -30,13 +30,13 @@ function drawDifferences(root, runs, answer, names) {
   const knobs = h("section", { class: "card", id: "differences" }, h("h2", {}, "Recipes differ in"), answer.knobs.length
     ? h("div", { class: "wide" }, h("table", {}, h("thead", {}, h("tr", {}, h("th", {}, "knob"), heads.map((head) => head.cloneNode(true)))), h("tbody", {}, answer.knobs.map(({ knob, values }) => h("tr", {}, h("td", { class: "mono soft" }, knob), values.map((value) => h("td", {}, value ?? "—")))))))
     : h("p", { class: "lead" }, "Nothing: the recipes are the same."));
-  const figures = h("section", { class: "card", id: "figures" }, h("h2", {}, "What came of it"), h("div", { class: "wide" }, h("table", {}, h("thead", {}, h("tr", {}, h("th", {}, "figure"), heads, runs.length === 2 ? h("th", { class: "n" }, "difference") : "")), h("tbody", {}, answer.figures.map((figure) => figureRow(figure, runs))))));
+  const figures = h("section", { class: "card", id: "figures" }, h("h2", {}, "What came of it"), h("div", { class: "wide" }, h("table", {}, h("thead", {}, h("tr", {}, h("th", {}, "figure"), heads, h("th", { class: "n" }, runs.length === 2 ? "difference" : ""))), h("tbody", {}, answer.figures.map((figure) => figureRow(figure, runs))))));
   fill(root, h("div", { style: { height: "18px" } }), knobs, figures, samplesBeside(runs, answer.samples, names));
 }
 
 function figureRow({ figure, values, not_finite: lost, intervals, comparable }, runs) {
   const both = values.filter((value) => value !== null);
-  const difference = runs.length !== 2 ? "" : h("td", { class: "n" }, both.length < 2 ? "" : comparable ? `${both[1] >= both[0] ? "+" : "−"}${short(Math.abs(both[1] - both[0]))}` : "not comparable");
+  const difference = h("td", { class: "n" }, both.length < 2 ? "" : !comparable ? "not comparable" : runs.length === 2 ? `${both[1] >= both[0] ? "+" : "−"}${short(Math.abs(both[1] - both[0]))}` : "");
   return h("tr", {}, h("td", { class: "mono soft" }, figure), values.map((value, index) => h("td", {}, lost[index] ? "nan" : value === null ? "—" : short(value, 5), intervals[index] ? h("small", {}, `${short(intervals[index][0])} to ${short(intervals[index][1])}`) : "")), difference);
 }
 
