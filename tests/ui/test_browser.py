@@ -4,6 +4,7 @@ colours.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Iterator
@@ -128,14 +129,22 @@ def test_a_run_at_work_is_followed_without_loading_again(tab: Tab, tmp_path: Pat
         tab.wait("document.querySelector('tr[data-id=another]') !== null")
 
 
-def test_a_server_that_is_gone_is_told(tab: Tab, shown: Shown) -> None:
-    """It was shown as running for ever."""
-    impatient = tab.call(
+@contextlib.contextmanager
+def impatient(tab: Tab) -> Iterator[None]:
+    """Pages that are opened here refresh all the time, and get no answer while `window.gone`."""
+    script = tab.call(
         "Page.addScriptToEvaluateOnNewDocument",
         source="window.setInterval = (real => (f, ms) => real(f, ms / 100))(setInterval);"
         " window.fetch = (real => (...it) => window.gone ? Promise.reject() : real(...it))(fetch)",
     )
-    try:
+    yield
+    tab.go("about:blank")
+    tab.call("Page.removeScriptToEvaluateOnNewDocument", identifier=script["identifier"])
+
+
+def test_a_server_that_is_gone_is_told(tab: Tab, shown: Shown) -> None:
+    """It was shown as running for ever."""
+    with impatient(tab):
         tab.go(f"{shown.url}/")
         tab.wait("document.querySelector('tr[data-id=first] .pill') !== null")
         tab.eval("document.body.insertAdjacentHTML('beforeend', '<i class=\"pill live\">on</i>')")
@@ -150,8 +159,39 @@ def test_a_server_that_is_gone_is_told(tab: Tab, shown: Shown) -> None:
         tab.eval("window.gone = false")
         tab.wait("document.querySelector('[role=status]').innerText === ''")
         assert tab.eval(pulse) == "pulse"
-    finally:
-        tab.call("Page.removeScriptToEvaluateOnNewDocument", identifier=impatient["identifier"])
+
+
+def test_a_chosen_curve_hides_none_that_comes_later(tab: Tab, tmp_path: Path) -> None:
+    run = made_up_run(tmp_path, "alone", steps=50)
+    with showing(tmp_path) as server, impatient(tab):
+        tab.go(f"{server.url}/#/compare?run=alone")
+        chosen = "[...document.querySelectorAll('details button')].find(b => b.textContent === 'validation/seconds')"
+        append_line(run.metrics, {"step": 50, "validation/seconds": 2.0})
+        tab.wait(f"{chosen}?.getAttribute('aria-pressed') === 'false'")
+        tab.eval(f"{chosen}.click()")
+        canvas = "document.querySelector('canvas[aria-label=\"{} of alone\"]') !== null"
+        tab.wait(canvas.format("validation/seconds"))
+        append_line(run.metrics, {"step": 51, "gpu/rank0_util": 0.5, "a/new": 1.0})
+        tab.wait(canvas.format("GPU use"))
+        assert "a/new" in tab.eval("document.querySelector('details').textContent")
+        assert tab.eval(f"{chosen}.getAttribute('aria-pressed')") == "true"
+        assert tab.eval(canvas.format("validation/seconds"))
+
+
+def test_figures_of_other_sets_are_not_comparable_among_any_number(
+    tab: Tab, tmp_path: Path
+) -> None:
+    for name in ("one", "other", "third"):
+        run = made_up_run(tmp_path, name, steps=20)
+    report = run.reports / "evaluate.json"
+    report.write_text(report.read_text().replace("0ddba11decaf0002", "of another set"))
+    with showing(tmp_path) as server:
+        tab.go(f"{server.url}/#/compare?run=one&run=other&run=third")
+        figures = "Object.fromEntries([...document.querySelectorAll('#figures tbody tr')].map("
+        figures += "row => [row.firstChild.innerText, row.lastChild.innerText]))"
+        told = tab.wait(f"document.querySelector('#figures') && {figures}")
+        assert told["loss/bits_per_byte"] == "not comparable"
+        assert told["loss/perplexity"] == ""
 
 
 @pytest.mark.drawn("runs in a browser")

@@ -68,11 +68,11 @@ export class Chart {
     dark.removeEventListener("change", this.redraw);
   }
 
-  /** `series`: { name, index, x, y, low, high } each; `options`: smoothing, log, range of x. */
+  /** `series`: { name, index, x, y, low, high } each; `options`: label, smoothing, log, range of x. */
   set(series, options = {}) {
     this.series = series;
     Object.assign(this.options, options);
-    this.canvas.setAttribute("aria-label", series.map((one) => one.name).join(", "));
+    this.canvas.setAttribute("aria-label", `${this.options.label} of ${series.map((one) => one.name).join(", ")}`);
     this.draw();
   }
 

@@ -12,8 +12,8 @@ const NAMES = { "train/loss": "Training loss", "validation/loss": "Validation lo
 
 /** Shows the curves of `runs` in `root`; resolves to { refresh, close }. */
 export async function showCurves(root, runs, names = {}) {
-  const charts = new Map(), hidden = new Set();
-  let range = null, chosen = null, known = [], latest = {}, waiting = false, again = false, drawing = false;
+  const charts = new Map(), hidden = new Set(), extra = new Set();
+  let range = null, known = [], latest = {}, waiting = false, again = false, drawing = false;
   const grid = h("div", { class: "charts" }), more = h("details", {}), note = h("span", { class: "fine" });
   const back = h("button", { type: "button", hidden: true, onclick: () => zoom(null, null) }, "See all again");
   const smoothing = h("input", { type: "range", min: 0, max: 0.99, step: 0.01, value: state.smoothing, "aria-label": "Smoothing", oninput: () => { state.smoothing = Number(smoothing.value); draw(); } });
@@ -33,7 +33,7 @@ export async function showCurves(root, runs, names = {}) {
     waiting = true;
     try {
       const wide = grid.clientWidth || 800, points = runs.length === 1 ? Math.min(1600, wide) : Math.max(150, Math.min(700, Math.round(wide / 2), Math.round(4000 / runs.length)));
-      const keys = chosen ?? (known.length ? FIRST.filter((key) => known.includes(key)) : FIRST);
+      const keys = known.length ? [...FIRST.filter((key) => known.includes(key)), ...extra] : FIRST;
       const values = [...runs.map((run) => ["run", run]), ...keys.map((key) => ["key", key]), ["axis", state.axis], ["points", Math.round(points)], ["bands", runs.length <= MOST_BANDS]];
       if (range) values.push(["low", range[0]], ["high", range[1]]);
       const answer = await api(`curves?${query(values)}`);
@@ -50,11 +50,9 @@ export async function showCurves(root, runs, names = {}) {
   function drawMore() {
     const others = known.filter((key) => !FIRST.includes(key));
     if (!others.length) return;
-    fill(more, h("summary", {}, `${others.length} more curves`), h("div", { class: "legend", style: { "margin-top": "10px" } }, others.map((key) => h("button", { type: "button", "aria-pressed": "false", onclick: (event) => {
-      const now = new Set(chosen ?? FIRST.filter((one) => known.includes(one)));
-      if (now.has(key)) now.delete(key); else now.add(key);
-      chosen = [...now];
-      event.currentTarget.setAttribute("aria-pressed", String(now.has(key)));
+    fill(more, h("summary", {}, `${others.length} more curves`), h("div", { class: "legend", style: { "margin-top": "10px" } }, others.map((key) => h("button", { type: "button", "aria-pressed": String(extra.has(key)), onclick: (event) => {
+      if (!extra.delete(key)) extra.add(key);
+      event.currentTarget.setAttribute("aria-pressed", String(extra.has(key)));
       load();
     } }, h("span", {}, key)))));
   }
@@ -74,7 +72,7 @@ export async function showCurves(root, runs, names = {}) {
         charts.set(key, { card, chart: new Chart(box, { zoom }) });
       }
       const series = runs.map((run, index) => ({ name: names[run] ?? run, run, index, ...(latest[key][run] ?? { x: [], y: [], lost: null }) })).filter((one) => !hidden.has(one.run) && (one.x.length || one.lost !== null));
-      charts.get(key).chart.set(series, { smoothing: state.smoothing, log: state.log, range, formatX: FORMATS[state.axis], unit: state.axis === "step" ? "step " : "" });
+      charts.get(key).chart.set(series, { smoothing: state.smoothing, log: state.log, range, label: NAMES[key] ?? key, formatX: FORMATS[state.axis], unit: state.axis === "step" ? "step " : "" });
     }
     if (!keys.length) fill(grid, h("div", { class: "card empty" }, h("b", {}, "Nothing was logged yet"), state.axis === "tokens" ? "Tokens are known where the recipe has train.global_batch and data.seq_len." : "Curves appear with the first logged step."));
     else for (const empty of grid.querySelectorAll(":scope > .empty")) empty.remove();
