@@ -29,7 +29,10 @@ runs.
 """
 COLUMNS = "data/columns"
 RAW, PARTS = (r"data/raw/.*\.parquet",), (rf"{COLUMNS}/[^/]*\.(bin|idx)",)
-PROGRESS = ("metrics.jsonl", "events.jsonl", "left_out.json", "tensorboard", "logs", "reports")
+PROGRESS = (
+    *("metrics.jsonl", "samples.jsonl", "events.jsonl", "left_out.json"),
+    *("tensorboard", "logs", "reports"),
+)
 
 
 def is_launcher_file(path: str) -> bool:

@@ -36,7 +36,10 @@ POLL_S = 15.0
 """Seconds between two polls of a pipeline."""
 NOTE = "pipeline.json"
 """The note of the last submission, in `jobs/` of the run folder."""
-BROUGHT_BACK = ("recipe.yaml", "metrics.jsonl", "events.jsonl", "tensorboard", "reports", "logs")
+BROUGHT_BACK = (
+    *("recipe.yaml", "metrics.jsonl", "samples.jsonl", "events.jsonl"),
+    *("tensorboard", "reports", "logs"),
+)
 """The parts of a run folder that are downloaded at the end; model and data stay in the bucket."""
 LEFT_THERE = {"ingest": "data/raw", "prepare": "data/columns", "train": "model"}
 """Where the steps whose files stay in the bucket put them, in a run folder."""

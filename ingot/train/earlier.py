@@ -23,7 +23,7 @@ from ingot.checkpoints.store import (
 
 LEFT_OUT = "left_out.json"
 """File in the run folder that lists the samples a roll-back has left out."""
-PARTS = ("metrics.jsonl", "tensorboard", LEFT_OUT, "checkpoints")
+PARTS = ("metrics.jsonl", "samples.jsonl", "tensorboard", LEFT_OUT, "checkpoints")
 """What belongs to one training of a run folder. Checkpoints come last, and are moved last in either
 direction: a folder without them counts as logs only.
 """

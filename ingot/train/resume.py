@@ -229,7 +229,7 @@ def _so_far(identity: Mapping[str, Any], found: CommittedCheckpoint) -> dict[str
 
 
 NOTED = (
-    *("metrics.jsonl", "events.jsonl", LEFT_OUT),
+    *("metrics.jsonl", "samples.jsonl", "events.jsonl", LEFT_OUT),
     *("reports/layout.json", "reports/micro_batch.json"),
 )
 """Files that rank 0 writes beside the checkpoints and that a resumed training needs."""

@@ -285,4 +285,20 @@ FAULTS = [
         "a training on rewards cannot be resumed where numpy stores a flag among the answers",
         "tests/train/rollout/test_batches.py",
     ),
+    Fault(
+        "samples-of-another-training",
+        "ingot/train/earlier.py",
+        '"samples.jsonl", "tensorboard"',
+        '"tensorboard"',
+        "a training on rewards that is brought back shows another one's samples; its own are deleted",
+        by="tests/train/test_earlier.py",
+    ),
+    Fault(
+        "samples-of-a-reclaimed-node",
+        "ingot/launch/run_folder_sync.py",
+        '("metrics.jsonl", "samples.jsonl", ',
+        '("metrics.jsonl", ',
+        "a training on rewards has no samples of the steps before its machine was reclaimed",
+        by="tests/launch/test_run_folder_sync.py",
+    ),
 ]

@@ -20,6 +20,7 @@ from ingot.base.remote.bucket import open_bucket
 from ingot.base.remote.deferred import deferred_files_of
 from ingot.base.remote.index import read_index
 from ingot.base.remote.replica import pull, push
+from ingot.base.runfolder import RunFolder
 from ingot.base.runlog import append_line, read_lines
 from ingot.launch import run_folder_sync
 from ingot.launch.job import Job
@@ -286,6 +287,23 @@ def test_a_launcher_brings_back_all_but_the_data_that_it_left_there_itself(
         assert [(launcher / path).exists() for path in large] == [not submits] * 2
         push(launcher, MIRROR)
     assert {f"ingot/runs/one/{path}" for path in large} <= set(server.objects)
+
+
+def test_what_was_logged_is_sent_while_the_job_runs(
+    server: gcs.Server, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The node that goes on after this one was reclaimed has nothing else of it."""
+    monkeypatch.setattr(run_folder_sync, "HEARTBEAT_INTERVAL_S", 0.05)
+    run = RunFolder(root)
+    logs = [run.metrics, run.samples, run.events, run.root / "left_out.json"]
+    for path in logs:
+        append_line(path, {"step": 1})
+
+    def sent() -> bool:
+        return {path.name for path in logs} <= read_index(open_bucket(MIRROR)).entries.keys()
+
+    with RunFolderPusher(MIRROR, root, 0):
+        wait_until(sent, timeout_s=20)
 
 
 def test_signs_of_life_go_on_while_what_there_is_to_show_takes_long(

@@ -325,6 +325,7 @@ def test_what_there_is_to_look_at_comes_back(
     there = tmp_path / "container"
     for path in (
         "metrics.jsonl",
+        "samples.jsonl",
         "reports/index.html",
         "model/model.safetensors",
         "data/columns/manifest.json",
@@ -339,7 +340,7 @@ def test_what_there_is_to_look_at_comes_back(
         str(path.relative_to(root))
         for path in root.rglob("*.*")
         if path.is_file() and "/." not in str(path)
-    ) == ["jobs/pipeline.json", "metrics.jsonl", "reports/index.html"]
+    ) == ["jobs/pipeline.json", "metrics.jsonl", "reports/index.html", "samples.jsonl"]
     assert f"model and data stay in {submission.plan.replica}" in capsys.readouterr().err
     push(root, submission.plan.replica)
     assert pull(submission.plan.replica, tmp_path / "third")

@@ -21,6 +21,7 @@ from tests.train.test_resume import identity, saved
 from tests.train.test_run import metrics
 
 ONE, OTHER = identity([], of="one"), identity([], of="other")
+LOGS = ("metrics.jsonl", "samples.jsonl", LEFT_OUT)
 
 
 def trained(run: RunFolder, step: int, known: dict[str, Any]) -> None:
@@ -28,14 +29,14 @@ def trained(run: RunFolder, step: int, known: dict[str, Any]) -> None:
     saved(run, step, known, finished=True)
     run.tensorboard.mkdir()
     (run.tensorboard / str(step)).touch()
-    for file in (run.metrics, run.root / LEFT_OUT):
+    for file in (run.metrics, run.samples, run.root / LEFT_OUT):
         file.write_text(f"{step}\n", encoding="utf-8")
 
 
 def what_lies_in(folder: Path) -> tuple[int, ...]:
     """The step that each part of a training in this folder says."""
     return (
-        *(int((folder / name).read_text()) for name in ("metrics.jsonl", LEFT_OUT)),
+        *(int((folder / name).read_text()) for name in LOGS),
         *map(int, os.listdir(folder / "tensorboard")),
         *(found.step for found in committed(folder / "checkpoints")),
     )
@@ -52,7 +53,7 @@ def test_a_training_is_never_brought_back_as_that_of_another_recipe(tmp_path: Pa
     found = find_start(run, ONE, fresh=False)
     assert found is not None
     assert found.step == 6
-    assert what_lies_in(run.root) == (6, 6, 6, 6)
+    assert what_lies_in(run.root) == (6,) * 5
 
 
 def test_the_markers_of_a_folder_say_whose_it_is_whatever_it_is_called(tmp_path: Path) -> None:
@@ -133,8 +134,8 @@ def test_a_kill_at_any_move_leaves_every_training_whole(
         step, other = (6, 8) if asked is ONE else (8, 6)
         assert found is not None
         assert found.step == step
-        assert what_lies_in(run.root) == (step,) * 4
-        assert [what_lies_in(folder) for folder in earlier(run).iterdir()] == [(other,) * 4]
+        assert what_lies_in(run.root) == (step,) * 5
+        assert [what_lies_in(folder) for folder in earlier(run).iterdir()] == [(other,) * 5]
         kills += 1
     assert kills == 2 * (len(PARTS) + 1)
 

@@ -18,7 +18,7 @@ import torch
 from ingot.base.environment import REPLICA_VARIABLE
 from ingot.base.errors import Failed, WrongInput
 from ingot.base.remote.replica import push
-from ingot.base.runlog import read_lines
+from ingot.base.runlog import append_line, read_lines
 from ingot.checkpoints.mirror import BucketMirror
 from ingot.checkpoints.store import committed
 from ingot.config.recipe import Recipe
@@ -211,12 +211,14 @@ def test_what_a_checkpoint_vouches_for_is_in_the_replica_before_it_counts(
                     [json.loads(line)["step"] for line in lines],
                 )
             )
-            assert "events.jsonl" in keys
+            assert {"events.jsonl", "samples.jsonl"} <= keys.keys()
             assert not any(path.startswith("data/") for path in keys)
         return write(name, *about)
 
     monkeypatch.setattr(server, "write", look)
-    train(small_recipe(root, **KNOBS))
+    recipe = small_recipe(root, **KNOBS)
+    append_line(recipe.folder.samples, {"step": 1})
+    train(recipe)
     assert [step for step, _ in seen] == [2, 4, 6, 8]
     assert all(logged[:step] == list(range(1, step + 1)) for step, logged in seen)
 
