@@ -65,9 +65,18 @@ def chosen(doc_id: str, purpose: str, share: float) -> bool:
     the languages or versions of a document together. To draw them apart, each identity would have
     to hold its source's path, and data that were moved, or any held out before, be drawn anew.
     """
+    return _hash(doc_id, purpose) < share * 2.0**64
+
+
+def drawn(doc_id: str, purpose: str, count: int) -> int:
+    """A number below `count`, as random as `chosen`."""
+    return _hash(doc_id, purpose) * count >> 64
+
+
+def _hash(doc_id: str, purpose: str) -> int:
     own = APART.sub("", doc_id) if "~" in doc_id else doc_id
     digest = hashlib.blake2b(own.encode(), digest_size=8, person=purpose.encode()[:16]).digest()
-    return int.from_bytes(digest, "little") < share * 2.0**64
+    return int.from_bytes(digest, "little")
 
 
 def check_held_out(recipe: Recipe, verb: str) -> None:

@@ -97,10 +97,9 @@ def _documents(recipe: Recipe) -> Iterator[Document]:
     if not (recipe.folder.raw / MANIFEST).is_file():
         yield from _unread(recipe)
         return
-    for document in sample(
+    yield from sample(
         open_raw(recipe), CleaningResult.nothing(), Shares.of(recipe.data), SAMPLE_BYTES
-    ):
-        yield Document(document.doc_id, plain_text(recipe.documents, document.text))
+    )
 
 
 def _unread(recipe: Recipe) -> Iterator[Document]:

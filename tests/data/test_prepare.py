@@ -558,7 +558,7 @@ def test_a_source_without_a_row_is_told(
         prepare(ingested(tmp_path, source, weighted))
 
 
-def test_of_few_large_documents_one_is_the_sample(tmp_path: Path) -> None:
+def test_of_few_large_documents_there_is_a_sample(tmp_path: Path) -> None:
     """Chance would choose none of them: there would be nothing to learn a vocabulary from, nor to
     try encoders on.
     """
@@ -569,6 +569,42 @@ def test_of_few_large_documents_one_is_the_sample(tmp_path: Path) -> None:
     for size in (1, 50):
         assert len(list(sample(opened, CleaningResult.nothing(), shares, size))) >= 1
     prepare(recipe(tmp_path, tmp_path / "a.jsonl", tokenizer__sample_bytes=50))
+
+
+@pytest.mark.parametrize("share", [1 / 3, 1 / 50])
+@pytest.mark.parametrize("name", ["a", "b", "c", "d"])
+def test_what_a_large_document_gives_to_a_sample_does_not_hang_on_its_name(
+    tmp_path: Path, name: str, share: float
+) -> None:
+    """Drawn by chance, a book beside three hundred notes is all of the sample or nothing of it."""
+    notes, book = sentences(300), " ".join(f"ür{place:05}" for place in range(30_000))
+    texts = [*notes[:150], book, *notes[150:]]
+    opened = raw_module.open_raw(ingested(tmp_path, write_jsonl(tmp_path / f"{name}.jsonl", texts)))
+    wanted = int(opened.bytes * share)
+
+    def sampled() -> list[str]:
+        found = sample(opened, CleaningResult.nothing(), Shares(None, 1.0), wanted)
+        return [document.text for document in found]
+
+    given = sampled()
+    of_book = [text for text in given if text not in notes]
+    assert 0.7 * wanted < sum(len(text.encode()) for text in given) < 1.3 * wanted
+    assert share * 0.9 < sum(map(len, of_book)) / len(book) < share * 1.1
+    assert all(text in book for text in of_book)
+    if share > 0.1:
+        assert [book.index(text) * 4 // len(book) for text in of_book] == [0, 1, 2, 3]
+    assert given == sampled()
+
+
+@pytest.mark.parametrize("share", [1 / 3, 1 / 50])
+def test_of_large_documents_each_gives_to_a_sample(tmp_path: Path, share: float) -> None:
+    books = [" ".join(f"{book}:{place}" for place in range(500)) for book in range(40)]
+    small = ingested(tmp_path, write_jsonl(tmp_path / "a.jsonl", books))
+    opened = raw_module.open_raw(small)
+    wanted = int(opened.bytes * share)
+    found = list(sample(opened, CleaningResult.nothing(), Shares(None, 1.0), wanted))
+    assert 0.9 * wanted < sum(len(document.text) for document in found) < 1.1 * wanted
+    assert len({document.doc_id for document in found}) >= (40 if share > 0.1 else 13)
 
 
 def test_before_ingest(tmp_path: Path, source: Path) -> None:

@@ -5,7 +5,7 @@ sample of them.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ingot.base.errors import WrongInput
@@ -14,14 +14,17 @@ from ingot.config.recipe import Recipe
 from ingot.data.cleaning.clean import cleaned_as
 from ingot.data.cleaning.cleaned import CleaningResult
 from ingot.data.columns.manifest import MANIFEST
+from ingot.data.documents.kinds import plain_text
 from ingot.data.raw.ranges import RawRange, pieces, ranges, read_range
 from ingot.data.raw.store import RawData, open_raw
-from ingot.data.splits import Shares, Split, chosen
+from ingot.data.splits import Shares, Split, chosen, drawn
 
-# At most SPREAD times the sample's size is read: of a corpus much larger than the sample, evenly
-# spread row groups suffice.
+# Of a corpus much larger than the sample, evenly spread row groups suffice: SPREAD of them, and of
+# SPREAD times the sample's size. A document larger than the SPREADth part of a sample gives
+# excerpts, of EXCERPT_CHARS or, where that were more than MOST_EXCERPTS, longer ones.
 SPREAD = 16
-SAMPLING = 2
+EXCERPT_CHARS, MOST_EXCERPTS = 1 << 14, 256
+SAMPLING = 3
 """Raise when the same documents come to give another sample."""
 
 
@@ -76,29 +79,71 @@ def documents_of(
 def sample(
     raw: RawData, cleaned: CleaningResult, shares: Shares, sample_bytes: int
 ) -> Iterator[Document]:
-    """Training documents of about `sample_bytes` in total once they are cleaned, evenly spread, at
-    least one; deterministic. Existing token columns have no text to give.
+    """The plain texts of training documents, of about `sample_bytes` in total once they are
+    cleaned, evenly spread, at least one; deterministic. Whether a document is among them is drawn
+    by its identity; one that would be much of the sample gives excerpts instead, since whether it
+    is there must not hang on its name. Existing token columns have no text to give.
     """
     tasks = [task for task in pieces(raw, "train") if task.kind != "tokens"]
     total = sum(task.bytes for task in tasks)
     # What cleaning drops, what is held out and what `data.fraction` leaves is passed over.
     trained = total * _trained(cleaned, shares)
     wanted = min(1.0, sample_bytes / max(trained, 1.0))
-    step = max(1, min(int(1 / (SPREAD * wanted)), len(tasks)))
-    share = min(1.0, wanted * step)
     found = False
-    for task in tasks[::step]:
+    for task, share in _groups(tasks, wanted):
         for document in documents_of(task, raw, cleaned, shares, "train"):
-            if share >= 1.0 or chosen(document.doc_id, "vocabulary", share):
+            is_large = len(document.text.encode()) > sample_bytes / SPREAD
+            if is_large or share >= 1.0 or chosen(document.doc_id, "vocabulary", share):
                 found = True
-                yield document
+                yield from _excerpts(_plain(task, document), share if is_large else 1.0)
     if not found:
         everything = (
-            document
+            _plain(task, document)
             for task in tasks
             for document in documents_of(task, raw, cleaned, shares, "train")
         )
-        yield from itertools.islice(everything, 1)
+        for document in itertools.islice(everything, 1):
+            yield from _excerpts(document, sample_bytes / max(len(document.text.encode()), 1))
+
+
+def _groups(tasks: Sequence[RawRange], wanted: float) -> Iterator[tuple[RawRange, float]]:
+    """The row groups to read for a sample of the share `wanted`, each with the share of its
+    documents to take. If not all, those at places evenly spread over the bytes: a large one is read
+    where a small one may be passed over, and as much is taken at each place.
+    """
+    step = max(1, min(int(1 / (SPREAD * wanted)), len(tasks) // SPREAD))
+    distance = step * sum(task.bytes for task in tasks) / max(len(tasks), 1)
+    begin = 0
+    for task in tasks:
+        if step == 1:
+            yield task, wanted
+            continue
+        after = begin + task.bytes
+        places = round(after / distance) - round(begin / distance)
+        if places:
+            yield task, min(1.0, places * distance * wanted / task.bytes)
+        begin = after
+
+
+def _excerpts(document: Document, share: float) -> Iterator[Document]:
+    """`share` of a document, of each of its stretches as much, at places drawn by its identity; all
+    of it as one.
+    """
+    if share >= 1.0:
+        yield document
+        return
+    text = document.text
+    count = min(max(1, int(len(text) * share) // EXCERPT_CHARS), MOST_EXCERPTS)
+    for number in range(count):
+        first, after = len(text) * number // count, len(text) * (number + 1) // count
+        size = max(1, round((after - first) * share))
+        begin = first + drawn(document.doc_id, f"excerpt {number}", after - first - size + 1)
+        yield Document(document.doc_id, text[begin : begin + size])
+
+
+def _plain(task: RawRange, document: Document) -> Document:
+    assert task.kind != "tokens"
+    return Document(document.doc_id, plain_text(task.kind, document.text))
 
 
 def _trained(cleaned: CleaningResult, shares: Shares) -> float:

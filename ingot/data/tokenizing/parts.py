@@ -13,7 +13,7 @@ from ingot.config.recipe import Recipe
 from ingot.data.cleaning.cleaned import CleaningResult
 from ingot.data.cleaning.documents import sample
 from ingot.data.columns.manifest import prefix_of
-from ingot.data.documents.kinds import PLURALS, plain_text
+from ingot.data.documents.kinds import PLURALS
 from ingot.data.documents.records import refuse_many
 from ingot.data.engines.engine import Engine
 from ingot.data.raw.ranges import ranges
@@ -175,8 +175,7 @@ def _encoder(
         say(f"encoding with {name}, as chosen before for this tokenizer")
         return name, False
     texts = [
-        plain_text(recipe.documents, document.text)
-        for document in sample(raw, cleaned, Shares.of(recipe.data), TRIED_BYTES)
+        document.text for document in sample(raw, cleaned, Shares.of(recipe.data), TRIED_BYTES)
     ]
     if not texts:
         return REFERENCE, True

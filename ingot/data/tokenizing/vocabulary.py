@@ -21,7 +21,6 @@ from ingot.base.storage import atomic_folder
 from ingot.config.recipe import Recipe
 from ingot.data.cleaning.cleaned import CleaningResult
 from ingot.data.cleaning.documents import SAMPLING, sample
-from ingot.data.documents.kinds import plain_text
 from ingot.data.raw.store import RawData
 from ingot.data.splits import Shares
 from ingot.tokenizers.bpe import TRAINER, train_bpe
@@ -100,7 +99,7 @@ def _learn(recipe: Recipe, raw: RawData, cleaned: CleaningResult) -> Tokenizer:
 
 def _texts(recipe: Recipe, raw: RawData, cleaned: CleaningResult) -> Iterator[str]:
     for document in sample(raw, cleaned, Shares.of(recipe.data), recipe.tokenizer.sample_bytes):
-        yield plain_text(recipe.documents, document.text)
+        yield document.text
 
 
 def _shown(
