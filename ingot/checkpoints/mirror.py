@@ -104,6 +104,16 @@ class BucketMirror:
                 " one place; give each its own `checkpoint.upload`"
             ) from None
 
+    def recommit(self, folder: Path) -> None:
+        """Upload the marker of a checkpoint once more that says something else of the same files;
+        called by one rank. One of that step with other files, which another machine wrote while it
+        did not know of this one, is left alone.
+        """
+        marker, key = read_marker(folder, COMMIT), f"{folder.name}/{COMMIT}"
+        is_here = marker is not None and self._is_committed(folder.name)
+        if is_here and _same_files(self.bucket.get(key), marker):
+            self.commit(folder)
+
     def retain(self, kept: Collection[str]) -> None:
         """Delete the checkpoints whose folder names are not in `kept`, markers first; called by one
         rank. Nothing is deleted unless at least one kept checkpoint is committed here.

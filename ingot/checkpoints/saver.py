@@ -25,7 +25,14 @@ from ingot.base.lazy import importing
 from ingot.base.progress import duration, say
 from ingot.checkpoints.collective import describe_error, run_on_all
 from ingot.checkpoints.state import Staged, Staging, staged_in_place, training_tensors
-from ingot.checkpoints.store import BEFORE, retain, step_folder, sweep
+from ingot.checkpoints.store import (
+    BEFORE,
+    CommittedCheckpoint,
+    recommit,
+    retain,
+    step_folder,
+    sweep,
+)
 from ingot.parallel.masters import Masters
 from ingot.parallel.mesh import Mesh
 
@@ -56,6 +63,11 @@ class Mirror(Protocol):
 
     def commit(self, folder: Path) -> None:
         """Upload the commit marker. Called on rank 0 only, after `put` on all ranks."""
+
+    def recommit(self, folder: Path) -> None:
+        """Upload a commit marker once more that says something else of the same files. Called on
+        rank 0 only.
+        """
 
     def retain(self, kept: Collection[str]) -> None:
         """Delete step folders not in `kept`, their markers first. Called on rank 0 only."""
@@ -186,6 +198,19 @@ class Saver:
         self._join(self._on_wait)
         self._raise()
         return self.done()
+
+    def recommit(self, found: CommittedCheckpoint, fields: Mapping[str, Any]) -> None:
+        """Have the marker of a committed checkpoint say `fields` in place of what it said, here and
+        then in the mirror. Called while no save is in progress. A crash between the two leaves the
+        mirror's as it was, which is as true: whoever goes on from it decides the same once more.
+        """
+
+        def on_main(_: object) -> None:
+            recommit(found, fields)
+            if self._mirror is not None and not found.folder.name.endswith(BEFORE):
+                self._mirror.recommit(found.folder)
+
+        run_on_all(self._side_channel, lambda: None, on_main)
 
     def close(self) -> None:
         """Wait for the save in progress, however training ended, and free the staging buffer."""

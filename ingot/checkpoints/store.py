@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ingot.base.errors import Failed, WrongInput
-from ingot.base.markers import problems, read_marker
+from ingot.base.markers import FileEntry, problems, read_marker, write_marker
 from ingot.base.progress import say
 from ingot.base.runfolder import RunFolder
 from ingot.base.storage import fsync_folder
@@ -80,6 +80,14 @@ def committed(checkpoints: Path) -> list[CommittedCheckpoint]:
         for folder, commit in found
         if commit is not None
     ]
+
+
+def recommit(found: CommittedCheckpoint, fields: Mapping[str, Any]) -> None:
+    """Have the marker of a committed checkpoint say `fields` in place of what it said. One move
+    replaces it, so that the checkpoint is complete at every moment, and its files stay as they are.
+    """
+    files = [FileEntry(**entry) for entry in found.commit["files"]]
+    write_marker(found.folder, COMMIT, {**found.commit, **fields}, files)
 
 
 def newest_valid(

@@ -108,22 +108,30 @@ class CommitFields:
 
     def __call__(self, step: int) -> dict[str, Any]:
         """The fields of `COMMIT.json` after `step`."""
-        measured = (("validation", self.evaluation), ("samples", self.samples))
         return {
             "samples": step * self.setup.batch.global_batch,
             "learning_rate": self.setup.learning_rate(max(0, step - 1)),
-            "finished": step >= self.setup.last or self.evaluation.is_over,
-            "identity": self.setup.identity,
             "begun": self.setup.begun,
             "run_id": self.run_id,
-            "watched": self.evaluation.state(),
             "skipped": self.log.skipped,
             "skipped_in_row": self.skips.row,
-            "owed": [name for name, hook in measured if hook.owes],
             **({"spikes": self.spikes.state()} if self.spikes else {}),
             "metrics": self.metrics.names,
-            "left_out": left_out(self.setup, self.recipe),
             **({"rollout": self.source.state(step)} if isinstance(self.source, Rollout) else {}),
+            **self.decided(step),
+        }
+
+    def decided(self, step: int) -> dict[str, Any]:
+        """Those that change without a step: what was owed is measured, the recipe may have changed,
+        a roll-back has left something out.
+        """
+        measured = (("validation", self.evaluation), ("samples", self.samples))
+        return {
+            "finished": step >= self.setup.last or self.evaluation.is_over,
+            "identity": self.setup.identity,
+            "watched": self.evaluation.state(),
+            "owed": [name for name, hook in measured if hook.owes],
+            "left_out": left_out(self.setup, self.recipe),
         }
 
 
@@ -188,7 +196,8 @@ def make_hooks(
     fields = CommitFields(
         recipe, setup, log, evaluation, samples, skips, spikes, metrics, run_id, source
     )
-    checkpoint = _checkpoint_hook(process, state, fields, save_every, account, (first, setup.last))
+    steps = (first, setup.last)
+    checkpoint = _checkpoint_hook(process, state, fields, save_every, account, steps, start)
     rollouts = _rollout_hooks(source, sinks, recipe.track.every, setup.last, first)
     logs = [log.at_end, *(one.at_end for one in rollouts)]
     hooks: list[Hook] = [
@@ -196,7 +205,7 @@ def make_hooks(
         log,
         *rollouts,
         *([evaluation] if knobs.evaluate_every is not None else []),
-        *([EarlyEndHook(lambda: evaluation.is_over, logs)] if knobs.early_stop else []),
+        *([EarlyEndHook(evaluation, logs)] if knobs.early_stop else []),
         *([samples] if knobs.sample_every is not None else []),
         account,
         checkpoint,
@@ -259,6 +268,7 @@ def _checkpoint_hook(
     every: Recurrence,
     account: TimeAccount,
     steps: tuple[int, int],
+    start: CommittedCheckpoint | None,
 ) -> CheckpointHook:
     recipe, mesh = process.recipe, process.mesh
     saver = Saver(
@@ -277,8 +287,10 @@ def _checkpoint_hook(
         every,
         fields.evaluation,
         fields,
+        fields.decided,
         account,
         *steps,
+        start=start,
         averaged=0 if average is None else average.needs_kept,
         is_main=mesh.is_main,
     )

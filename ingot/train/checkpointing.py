@@ -9,7 +9,7 @@ from ingot.base.runfolder import RunFolder
 from ingot.base.runlog import flush_lines
 from ingot.checkpoints.saver import Saved, Saver
 from ingot.checkpoints.state import training_tensors
-from ingot.checkpoints.store import retain
+from ingot.checkpoints.store import CommittedCheckpoint, retain
 from ingot.config.sections.checkpoint import Checkpoint
 from ingot.train.build import TrainState
 from ingot.train.evaluation import EvaluateHook
@@ -23,7 +23,8 @@ class CheckpointHook:
     checkpoints, the best one, and the newest `averaged` that were due; `finish` is called after the
     loop, which starts after step `first` and ends with step `last`.
 
-    `payload` supplies further fields that a resumed run needs.
+    `payload` supplies further fields that a resumed run needs, `decided` those of them that change
+    without a step; `start` is the checkpoint that training goes on from.
     """
 
     def __init__(
@@ -35,15 +36,18 @@ class CheckpointHook:
         every: Recurrence,
         stopper: EvaluateHook,
         payload: Callable[[int], Mapping[str, Any]],
+        decided: Callable[[int], Mapping[str, Any]],
         account: TimeAccount,
         first: int,
         last: int,
         *,
+        start: CommittedCheckpoint | None = None,
         averaged: int = 0,
         is_main: bool,
     ) -> None:
         self.saver, self.train_state, self.run, self.knobs = saver, train_state, run, knobs
         self.stopper, self.payload, self.account = stopper, payload, account
+        self._decided, self._start = decided, start
         self.every, self.is_main = every, is_main
         self.saved = first
         """The step of the newest checkpoint whose save has started."""
@@ -83,13 +87,7 @@ class CheckpointHook:
         self.every.restart()
         if step == self.saved:
             return
-        if self.is_main:
-            for lines in (self.run.metrics, self.run.events):
-                flush_lines(
-                    lines
-                    # what is logged must not be younger than the checkpoint, should the whole
-                    # machine go
-                )
+        self._flush()
         self.account.snapshot(step)
         with self.account.spending("saving", "saving"):
             self.saver.save(
@@ -105,6 +103,11 @@ class CheckpointHook:
         self.saved, self._is_saving = step, True
         self._record(self.saver.done())
 
+    def _flush(self) -> None:
+        """What is logged must not be younger than the checkpoint, should the whole machine go."""
+        for lines in (self.run.metrics, self.run.events) if self.is_main else ():
+            flush_lines(lines)
+
     def finish(self, step: int) -> None:
         """Save the state after `step` steps, and wait until it is committed and older checkpoints
         are deleted.
@@ -112,10 +115,25 @@ class CheckpointHook:
         done_before = step == self.saved
         self.save(step, last=True)
         self.wait()
-        if done_before and self.is_main:
-            retain(
-                self.run.checkpoints, self.knobs.keep, self.stopper.best_step, self._averaged
-            )  # an attempt may have died before it came to that
+        if done_before:
+            self._recommit(step)
+            if self.is_main:
+                retain(
+                    self.run.checkpoints, self.knobs.keep, self.stopper.best_step, self._averaged
+                )  # an attempt may have died before it came to that
+
+    def _recommit(self, step: int) -> None:
+        """Have the checkpoint that training went on from say what was decided since, where no step
+        was made: an evaluation that was owed may have ended training, or rows that are left out its
+        last pass.
+        """
+        if self._start is None or self._has_begun:
+            return
+        before, now = self._start.commit, self._decided(step)
+        if now["owed"] != before["owed"] or (now["finished"] and not before["finished"]):
+            self._flush()
+            with self.account.spending("saving", "saving"):
+                self.saver.recommit(self._start, now)
 
     def wait(self) -> None:
         """Wait for the save in progress. Raises Failed on every rank if a checkpoint could not be

@@ -23,6 +23,7 @@ from ingot.data.batches.loader import Batch, BatchSource
 from ingot.models.device import Compute, MeasuredPeak, gpu_usage, peak_flops, peak_memory_bytes
 from ingot.parallel.mesh import Mesh
 from ingot.train.checkpointing import CheckpointHook
+from ingot.train.evaluation import EvaluateHook
 from ingot.train.goodput import EventSink, TimeAccount
 from ingot.train.interrupts import StopSignals
 from ingot.train.optim.schedules import Recurrence
@@ -215,17 +216,18 @@ def _summarized(ranks: Sequence[Sequence[float]]) -> dict[str, float]:
 
 class EarlyEndHook:
     """Has the last steps logged, too, when training ends early: how many tokens it read and what
-    its loss came to is taken from what is logged. It comes before the checkpoint, which says that
-    this training is finished.
+    its loss came to is taken from what is logged. So are steps that may turn out to be the last: an
+    attempt that only makes up for their evaluation has nothing to log of them. It comes before the
+    checkpoint, which says that this training is finished.
     """
 
     def __init__(
-        self, is_over: Callable[[], bool], logs: Sequence[Callable[[StepInfo], None]]
+        self, evaluation: EvaluateHook, logs: Sequence[Callable[[StepInfo], None]]
     ) -> None:
-        self._is_over, self._logs = is_over, logs
+        self._evaluation, self._logs = evaluation, logs
 
     def after_step(self, info: StepInfo) -> bool:
-        if self._is_over():
+        if self._evaluation.is_over or self._evaluation.owes:
             for log in self._logs:
                 log(info)
         return False

@@ -263,10 +263,11 @@ def _stopped(step: int | None, signum: int) -> Stopped:
 
 def _outcome(recipe: Recipe, first: int, step: int, chosen: int, seconds: float) -> VerbOutcome:
     run = recipe.folder
-    losses = [line["train/loss"] for line in read_lines(run.metrics) if "train/loss" in line]
     loss = ""
-    if losses:
-        loss = ", the last loss not finite" if losses[-1] is None else f", loss {losses[-1]:.3f}"
+    for line in (line for line in read_lines(run.metrics) if "train/loss" in line):
+        value, at = line["train/loss"], line["step"]
+        loss = ", the last loss not finite" if value is None else f", loss {value:.3f}"
+        loss += f" at step {at:,}" if at != step else ""
     best = f", the best at step {chosen:,} exported" if chosen != step else ""
     folders = [run.model, *([run.adapter] if recipe.model.lora is not None else [])]
     files = file_sizes(run.root, [file for folder in folders for file in exported_files(folder)])

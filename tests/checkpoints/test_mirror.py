@@ -9,6 +9,7 @@ import random
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -23,7 +24,14 @@ from ingot.base.runfolder import RunFolder
 from ingot.base.storage import sha256_file
 from ingot.checkpoints.mirror import BucketMirror, Damaged, fetch_due, fetch_newer, send_newest
 from ingot.checkpoints.saver import Saver
-from ingot.checkpoints.store import COMMIT, CommittedCheckpoint, newest_valid, step_folder
+from ingot.checkpoints.store import (
+    COMMIT,
+    CommittedCheckpoint,
+    committed,
+    newest_valid,
+    recommit,
+    step_folder,
+)
 from ingot.parallel.mesh import running_mesh
 from ingot.train.resume import FIELDS, find_start
 from tests.checkpoints.states import assert_equal, flip_bit, load, state_of, train, trained
@@ -206,6 +214,24 @@ def test_two_runs_that_write_to_one_place_are_told_so(
     ):
         mirror.commit(ours)
     assert stored(server)[f"{ours.name}/{COMMIT}"] == (theirs / COMMIT).read_bytes()
+
+
+def test_a_marker_that_says_more_takes_the_place_of_its_own_alone(
+    server: Server, mirror: BucketMirror, tmp_path: Path
+) -> None:
+    """Not of one that another machine wrote, which is whole as it is."""
+    folder = checkpoint(tmp_path / "here", 3, finished=False)
+    mirror.recommit(folder)
+    assert mirror.newest() is None
+    send(mirror, folder)
+    (found,) = committed(folder.parent)
+    recommit(found, {"finished": True})
+    mirror.recommit(folder)
+    assert stored(server)[f"{folder.name}/{COMMIT}"] == (folder / COMMIT).read_bytes()
+    assert newest_valid(folder.parent) == replace(found, commit=read_marker(folder, COMMIT) or {})
+    before = stored(server)
+    mirror.recommit(checkpoint(tmp_path / "other", 3, seed=1))
+    assert stored(server) == before
 
 
 def test_a_run_that_lost_its_lease_writes_nothing_more(

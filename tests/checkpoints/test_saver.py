@@ -428,6 +428,9 @@ class Recording:
     def commit(self, folder: Path) -> None:
         self._ask("commit", folder.name)
 
+    def recommit(self, folder: Path) -> None:
+        self._ask("recommit", folder.name)
+
     def retain(self, kept: Collection[str]) -> None:
         self._ask("retain", sorted(kept))
 

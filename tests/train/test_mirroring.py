@@ -20,7 +20,7 @@ from ingot.base.errors import Failed, WrongInput
 from ingot.base.remote.replica import push
 from ingot.base.runlog import append_line, read_lines
 from ingot.checkpoints.mirror import BucketMirror
-from ingot.checkpoints.store import committed
+from ingot.checkpoints.store import COMMIT, committed
 from ingot.config.recipe import Recipe
 from ingot.train import resume as mirroring
 from ingot.train import step
@@ -29,6 +29,7 @@ from tests import gcs
 from tests.ranks import run_ranks
 from tests.small import copy_of, small_recipe
 from tests.train.test_run import last_state, losses, metrics, stop_after, weights
+from tests.train.test_signals import EARLY, stop_in_evaluation
 from tests.train.test_skipping import events, poison
 
 PLACE = "gs://bucket/runs/small"
@@ -98,6 +99,20 @@ def test_checkpoints_of_a_mean_come_along(
     assert list(BucketMirror(PLACE).steps()) == [8, 6, 4, 2]
     expected = weights(whole)
     assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(there).items())
+
+
+@pytest.mark.drawn("checkpoints in a bucket", keep=2)
+def test_what_an_evaluation_decided_later_is_known_there_too(
+    server: gcs.Server, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = small_recipe(root, **EARLY, checkpoint__upload=PLACE)
+    stop_in_evaluation(recipe, 2, monkeypatch)
+    marker = recipe.folder.checkpoints / "step-00000004" / COMMIT
+    there = "runs/small/step-00000004/COMMIT.json"
+    before = server.objects[there].data
+    assert before == marker.read_bytes()
+    train(recipe)
+    assert server.objects[there].data == marker.read_bytes() != before
 
 
 @pytest.mark.drawn("checkpoints in a bucket", keep=2)

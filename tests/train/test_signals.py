@@ -4,6 +4,7 @@ machine is taken away.
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import signal
@@ -15,6 +16,7 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -24,11 +26,12 @@ from ingot.base.runlog import read_lines
 from ingot.checkpoints.store import committed, newest_valid
 from ingot.config.load import dump_recipe
 from ingot.config.recipe import Recipe
+from ingot.train import evaluation
 from ingot.train.interrupts import LeaveNow, PreemptionNotice, StopSignals, stacks_on_demand
 from ingot.train.trainer import train
 from tests import forks
 from tests.ranks import run_ranks
-from tests.small import small_recipe
+from tests.small import copy_of, small_recipe
 from tests.train.test_run import start_training
 
 # Runs `ingot` with one function of it changed, which then takes a minute: so that a signal is sure
@@ -183,6 +186,67 @@ def test_an_evaluation_is_broken_off_and_made_up_for(root: Path) -> None:
     for one in (recipe, other):
         assert start_training(one, root).wait(timeout=60) == 0
     assert _metrics(recipe) == _metrics(other)
+
+
+def stop_in_evaluation(recipe: Recipe, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Train until a signal comes within evaluation `number` (from 1)."""
+    original, count = evaluation.validation_losses, itertools.count(1)
+
+    def stopping(*args: Any, **knobs: Any) -> Any:
+        if next(count) == number:
+            signal.raise_signal(signal.SIGTERM)
+        return original(*args, **knobs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluation, "validation_losses", stopping)
+        with pytest.raises(Stopped):
+            train(recipe)
+
+
+EARLY: dict[str, Any] = {
+    "train__steps": 12,
+    "train__evaluate_every": 2,
+    "train__early_stop": "{patience: 1, min_delta: 100}",
+    "checkpoint__every": 3,
+    "track__every": 10,
+}
+"""Training ends with the evaluation after step 4."""
+
+
+@pytest.mark.drawn("a signal beside the steps")
+def test_an_evaluation_that_is_made_up_for_may_end_training(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its checkpoint then says that it is finished, and its last loss is told."""
+    whole = small_recipe(copy_of(root, tmp_path / "whole"), **EARLY)
+    told = train(whole).result
+    recipe = small_recipe(root, **EARLY)
+    stop_in_evaluation(recipe, 2, monkeypatch)
+    before = committed(recipe.folder.checkpoints)[0].commit
+    assert (before["step"], before["finished"], before["owed"]) == (4, False, ["validation"])
+    assert train(recipe).result.rpartition(", ")[2] == told.rpartition(", ")[2]
+    found = newest_valid(recipe.folder.checkpoints)
+    assert found is not None
+    now, straight = found.commit, committed(whole.folder.checkpoints)[0].commit
+    assert (now["step"], now["finished"], now["owed"]) == (4, True, [])
+    assert now["watched"] == straight["watched"]
+    assert (now["files"], now["time"]) == (before["files"], before["time"])
+    assert sorted(_metrics(recipe), key=str) == sorted(_metrics(whole), key=str)
+    train(small_recipe(root, **{**EARLY, "train__steps": 2}))  # set aside, as a finished one is
+
+
+@pytest.mark.drawn("a signal beside the steps")
+def test_an_evaluation_of_the_last_step_is_made_up_for_once(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = small_recipe(root, train__steps=2, train__evaluate_every=2)
+    stop_in_evaluation(recipe, 1, monkeypatch)
+    train(recipe)
+    assert committed(recipe.folder.checkpoints)[0].commit["owed"] == []
+    measure = mock.Mock()
+    monkeypatch.setattr(evaluation, "validation_losses", measure)
+    train(recipe)
+    measure.assert_not_called()
 
 
 def _metrics(recipe: Recipe) -> list[dict[str, Any]]:

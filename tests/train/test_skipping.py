@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -248,6 +249,24 @@ def test_going_back_shortens_epochs_as_leaving_out_does(
     assert measured(recipe) == measured(other)
     expected = weights(other)
     assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(recipe).items())
+
+
+def test_a_pass_that_ends_where_training_went_back_to_is_finished(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its checkpoint says so, though no step comes after it; and which step's loss is told is."""
+    poison(monkeypatch, range(7 * 24, 9 * 24))
+    knobs: dict[str, Any] = {"train__epochs": 1, "train__steps": None, "train__global_batch": 24}
+    recipe = small_recipe(
+        root,
+        **{**KNOBS, **knobs, "checkpoint__every": 7, "track__every": 10},
+        train__skip__then="roll_back",
+    )
+    assert re.fullmatch(r"7 steps, loss 5\.\d{3} at step 1", train(recipe).result)
+    found = committed(recipe.folder.checkpoints)[0]
+    assert found.commit["left_out"] == [[7 * 24, 9 * 24]]
+    assert found.commit["finished"]
+    train(small_recipe(root))  # set aside, as a finished one is
 
 
 def test_going_back_may_take_as_long_as_a_start(
