@@ -175,7 +175,7 @@ def _prepare(recipe: Recipe, again: bool) -> VerbOutcome:
     with importing():
         from ingot.data.prepare import prepare
 
-    return prepare(recipe)
+    return prepare(recipe, again=again)
 
 
 def _train(recipe: Recipe, again: bool) -> VerbOutcome:

@@ -66,10 +66,13 @@ WARM_BYTES = SMALLEST_BYTES
 ENCODERS = ("gigatoken.gigatoken_rs", "awkward", "fastokens")
 
 
-def prepare(recipe: Recipe) -> VerbOutcome:
+def prepare(recipe: Recipe, *, again: bool = False) -> VerbOutcome:
     """Clean, tokenise and pack all documents. Work finished earlier from the same inputs is reused,
     so a stopped run resumes. Everything is made in folders beside those of the columns and the
     tokenizer, which are replaced only once the result is complete and valid for the recipe.
+
+    Args:
+        again: reuse nothing that is damaged, by the checksums of all that could be reused.
 
     Raises:
         WrongInput: nothing is ingested for this recipe, its tokenizer cannot hide what the
@@ -86,10 +89,10 @@ def prepare(recipe: Recipe) -> VerbOutcome:
     with contextlib.closing(open_engine(recipe.data.engine, recipe.folder.data)) as engine:
         if isinstance(engine, LocalEngine) and raw.bytes > WARM_BYTES:
             engine.warm("ingot.data.tokenizing.tokenize", *ENCODERS)
-        return _prepare(recipe, raw, engine)
+        return _prepare(recipe, raw, engine, again=again)
 
 
-def _prepare(recipe: Recipe, raw: RawData, engine: Engine) -> VerbOutcome:
+def _prepare(recipe: Recipe, raw: RawData, engine: Engine, *, again: bool) -> VerbOutcome:
     run = recipe.folder
     folder = _being_made(run.columns)
     cleaned = clean(recipe, raw, engine)
@@ -99,7 +102,7 @@ def _prepare(recipe: Recipe, raw: RawData, engine: Engine) -> VerbOutcome:
     )
     hiding_of(recipe, tokenizer)  # raises where the tokenizer cannot
     _warn_of_no_end(recipe, tokenizer)
-    made = tokenise(recipe, raw, tokenizer, tokenizer_folder, cleaned, engine, folder)
+    made = tokenise(recipe, raw, tokenizer, tokenizer_folder, cleaned, engine, folder, again=again)
     splits = {split: _sources(recipe, raw, split, made) for split in SPLITS}
     _check_splits(recipe, splits, cleaned.dropped)
     files = [FileEntry(**entry) for one in made for entry in one.files]
@@ -128,7 +131,7 @@ def _prepare(recipe: Recipe, raw: RawData, engine: Engine) -> VerbOutcome:
     dropped = _dropped(raw, made, splits, cleaned)
     about = {"raw": raw.identity, "cleaned": cleaned.identity, "knobs": knobs, "dropped": dropped}
     write_prepared(folder, prepared, about, files)
-    keep_packed(run.columns, folder, prepared)
+    keep_packed(run.columns, folder, prepared, checksums=again)
     packed = _pack(recipe, prepared, tokenizer, engine)
     with disk_errors(run.columns):
         replace_folder(folder, run.columns)

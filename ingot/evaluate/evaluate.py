@@ -291,8 +291,8 @@ def _incomparable(recipe: Recipe, base: Path, folder: Path) -> str:
     if not is_adapter(base):
         return _label_mismatch(recipe, base)
     under, source = base_folder(base), source_folder(recipe.model)
-    is_it = source is None or under.resolve() == source.resolve()
-    if not is_it and model_hash(under) != model_hash(source):
+    is_other = source is not None and under.resolve() != source.resolve()
+    if source is not None and is_other and model_hash(under) != model_hash(source):
         return (
             f"the adapter {base} names {under} as its model, which is not model.source"
             f" {recipe.model.source}; name that in its adapter_config.json"

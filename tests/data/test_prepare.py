@@ -214,7 +214,7 @@ def test_damaged_files_are_made_again(tmp_path: Path, source: Path) -> None:
         read_prepared(columns)
     with pytest.raises(WrongInput, match=r"tokenizer\.json does not .* `ingot prepare --again`"):
         load_tokenizer(tokenizer)
-    prepare(small)
+    prepare(small, again=True)
     assert everything(small.folder.data) == before
 
 

@@ -627,8 +627,8 @@ FAULTS = [
     Fault(
         "columns-torn-down-first",
         "ingot/data/prepare.py",
-        "    keep_packed(run.columns, folder, prepared)\n    packed = _pack(recipe, prepared, tokenizer, engine)\n",
-        "    keep_packed(run.columns, folder, prepared)\n"
+        "    keep_packed(run.columns, folder, prepared, checksums=again)\n    packed = _pack(recipe, prepared, tokenizer, engine)\n",
+        "    keep_packed(run.columns, folder, prepared, checksums=again)\n"
         "    (run.columns / MANIFEST).unlink(missing_ok=True)\n"
         "    packed = _pack(recipe, prepared, tokenizer, engine)\n",
         "a prepare that fails leaves no columns, though good ones were there",
@@ -1358,9 +1358,12 @@ FAULTS = [
     Fault(
         "damage-kept-for-good",
         "ingot/data/tokenizing/tokenize.py",
-        "finished(old, task, inputs, checksums=True)",
+        "finished(old, task, inputs, checksums=checksums)",
         "finished(old, task, inputs)",
         "columns made anew because one is damaged keep the damaged one",
+        "tests/data/test_prepare.py",
+    ),
+    Fault(
         "a-book-by-its-name",
         "ingot/data/cleaning/documents.py",
         "sample_bytes / SPREAD\n",

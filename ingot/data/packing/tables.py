@@ -223,11 +223,13 @@ def read_packed(
     return RowTables(how, seq_len, marker["rows"], counts, prepared.documents, target_len)
 
 
-def keep_packed(old: Path, new: Path, prepared: PreparedData) -> None:
-    """Link the row tables of these data from one folder of columns to another, but damaged ones."""
+def keep_packed(old: Path, new: Path, prepared: PreparedData, *, checksums: bool) -> None:
+    """Link the row tables of these data from one folder of columns to another; with `checksums`,
+    none that is damaged.
+    """
     for name in markers_of(old, prepared):
         marker = read_marker(old, name) or {"files": []}
-        if not problems(old, marker, checksums=True):
+        if not problems(old, marker, checksums=checksums):
             for path in (*(entry["path"] for entry in marker["files"]), name):
                 link_file(old / path, new / path)
 

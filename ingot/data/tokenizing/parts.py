@@ -52,9 +52,11 @@ def tokenise(
     cleaned: CleaningResult,
     engine: Engine,
     folder: Path,
+    *,
+    again: bool = False,
 ) -> list[TokenisedRange]:
-    """All tokenised ranges in `folder`, in order: those that it or the run's columns hold already,
-    and the others made now.
+    """All tokenised ranges in `folder`, in order: those that it or the run's columns hold already
+    (if `again`, undamaged by their checksums), and the others made now.
 
     Raises:
         WrongInput: the raw documents are damaged, or the template refuses a chat.
@@ -67,7 +69,7 @@ def tokenise(
     kept = {
         task: made
         for task in tasks
-        if (made := keep_finished(recipe.folder.columns, folder, task, inputs))
+        if (made := keep_finished(recipe.folder.columns, folder, task, inputs, checksums=again))
     }
     missing = [task for task in tasks if task not in kept]
     if not missing:

@@ -333,12 +333,14 @@ def finished(
     )
 
 
-def keep_finished(old: Path, new: Path, task: RawRange, inputs: str) -> TokenisedRange | None:
-    """The finished part in `new`, linked there from `old` if only that folder has it, undamaged:
-    there it may have lain for long, and `prepare --again` is how damage is mended.
+def keep_finished(
+    old: Path, new: Path, task: RawRange, inputs: str, *, checksums: bool
+) -> TokenisedRange | None:
+    """The finished part in `new`, linked there from `old` if only that folder has it; with
+    `checksums`, only if it is undamaged.
     """
     made = finished(new, task, inputs)
-    if made is None and (made := finished(old, task, inputs, checksums=True)) is not None:
+    if made is None and (made := finished(old, task, inputs, checksums=checksums)) is not None:
         for entry in made.files:
             link_file(old / entry["path"], new / entry["path"])
         link_file(old / DONE / f"{task.name}.json", new / DONE / f"{task.name}.json")
