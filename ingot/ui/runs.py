@@ -14,6 +14,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,6 +40,8 @@ LIVE_S = 1.0
 """How old the row of a run at work may be."""
 MOST_NUMBERS = 20_000_000
 """Numbers of metrics that are kept in memory (12 bytes each), the runs asked for last."""
+FEW, BLOCK = 40, 256
+"""Curves of so few points are not smoothed; others by blocks of so many."""
 READ_IN = ("", "reports", "reports/steps", "reports/examples", "heartbeats", "model")
 """The folders of a run whose files are read."""
 
@@ -292,10 +295,12 @@ def curve(
     high: float | None = None,
     *,
     bands: bool = True,
+    smoothing: float = 0.0,
 ) -> dict[str, Any] | None:
     """One curve between `low` and `high` of the axis: lists x and y, and where points were left out
     and `bands` are wanted the lowest and highest of each column; `lost` is where it ceased to be
-    finite. None where the run has none.
+    finite. Of many points `smooth` is what `smoothing` makes of all that were logged, so that it is
+    the same whatever is seen of them. None where the run has none.
     """
     if key not in metrics.columns.keys() | metrics.lost or (axis == "tokens" and not tokens_a_step):
         return None
@@ -312,9 +317,11 @@ def curve(
     # A point beyond each end, so that the line runs on to the edge.
     first = 0 if low is None else max(int(np.searchsorted(x, low)) - 1, 0)
     last = len(x) if high is None else min(int(np.searchsorted(x, high, "right")) + 1, len(x))
-    drawn = downsampled(x[first:last], y[first:last], points)
+    drawn, middles = downsampled(x[first:last], y[first:last], points)
+    if smoothing and len(y) > FEW:
+        drawn["smooth"] = smoothed(y, smoothing)[first:last][middles].astype(np.float32)
     drawn["lost"] = float(lost[0]) if np.isfinite(lost).any() else None
-    return drawn if bands else {name: drawn[name] for name in ("x", "y", "n", "lost")}
+    return {name: drawn[name] for name in drawn if bands or name not in ("low", "high")}
 
 
 def _along(metrics: MetricsFile, axis: Axis, tokens_a_step: int | None) -> Numbers:
@@ -325,22 +332,39 @@ def _along(metrics: MetricsFile, axis: Axis, tokens_a_step: int | None) -> Numbe
     return np.array(metrics.steps, np.float64) * (tokens_a_step or 1 if axis == "tokens" else 1)
 
 
-def downsampled(x: Numbers, y: Numbers, points: int) -> dict[str, Any]:
+def smoothed(values: Numbers, weight: float) -> Numbers:
+    """Exponential smoothing by the `weight` of what came before, without its bias towards 0 at the
+    beginning.
+    """
+    count, block = len(values), np.arange(BLOCK)
+    powers = weight ** np.arange(1, BLOCK + 1)
+    within = np.tril(weight ** np.abs(np.subtract.outer(block, block)))
+    rows = np.pad(values, (0, -count % BLOCK)).reshape(-1, BLOCK) @ within.T * (1 - weight)
+    for before, row in pairwise(rows):
+        row += before[-1] * powers
+    return rows.ravel()[:count] / (1 - weight ** np.arange(1, count + 1))
+
+
+def downsampled(
+    x: Numbers, y: Numbers, points: int
+) -> tuple[dict[str, Any], npt.NDArray[np.int64]]:
     """At most `points` columns: the middle of their x, mean, lowest and highest, so that no spike
-    is lost.
+    is lost; and the points that are these middles.
     """
     count = len(x)
     if count <= points:
-        return {"x": x, "y": y.astype(np.float32), "n": count}
+        return {"x": x, "y": y.astype(np.float32), "n": count}, np.arange(count)
     starts = np.linspace(0, count, points, endpoint=False).astype(np.int64)
     sizes = np.diff(np.append(starts, count))
-    return {
-        "x": x[starts + sizes // 2],
+    middles = starts + sizes // 2
+    columns = {
+        "x": x[middles],
         "y": (np.add.reduceat(y, starts) / sizes).astype(np.float32),
         "low": np.minimum.reduceat(y, starts).astype(np.float32),
         "high": np.maximum.reduceat(y, starts).astype(np.float32),
         "n": count,
     }
+    return columns, middles
 
 
 def curve_keys(files: Sequence[MetricsFile]) -> list[str]:

@@ -217,6 +217,7 @@ def _reading_routes(app: FastAPI, runs: RunsFolder, registry: LocalRegistry, *, 
         key: Annotated[list[str] | None, Query()] = None,
         axis: Axis = "step",
         bands: bool = True,
+        smoothing: Annotated[float, Query(ge=0, lt=1)] = 0.0,
         points: Annotated[int, Query(ge=2, le=MOST_POINTS)] = 800,
         low: float | None = None,
         high: float | None = None,
@@ -228,7 +229,11 @@ def _reading_routes(app: FastAPI, runs: RunsFolder, registry: LocalRegistry, *, 
             each = {name: runs.tokens_a_step(name) for name in asked if axis == "tokens"}
             found = {
                 one: {
-                    name: curve(metrics, one, axis, each.get(name), points, low, high, bands=bands)
+                    name: curve(
+                        *(metrics, one, axis, each.get(name), points, low, high),
+                        bands=bands,
+                        smoothing=smoothing,
+                    )
                     for name, metrics in files.items()
                 }
                 for one in (known if key is None else key)

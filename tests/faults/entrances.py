@@ -855,4 +855,12 @@ FAULTS = [
         "figures of different evaluation sets stand beside each other without a word",
         "tests/ui/test_browser.py",
     ),
+    Fault(
+        "smoothed-as-it-is-seen",
+        "ingot/ui/runs.py",
+        "smoothed(y, smoothing)[first:last][middles]",
+        "smoothed(y[first:last], smoothing)[middles]",
+        "a smoothed loss depends on what is seen of it",
+        "tests/ui/test_reading.py",
+    ),
 ]

@@ -108,6 +108,25 @@ def test_curves_zoom_and_tell_their_values(tab: Tab, shown: Shown) -> None:
         tab.wait("document.querySelectorAll('.chart canvas').length >= 12")
 
 
+def test_a_value_that_was_not_logged_says_what_it_is(tab: Tab, tmp_path: Path) -> None:
+    made_up_run(tmp_path, "long", steps=3000, log_every=1)
+    tip = (
+        "(() => { const c = document.querySelector('.chart'), b = c.getBoundingClientRect();"
+        " c.dispatchEvent(new PointerEvent('pointermove', { clientX: b.left + b.width / 2,"
+        " clientY: b.top + 40 })); return document.querySelector('.tip').innerText; })()"
+    )
+    with showing(tmp_path) as server:
+        tab.go(f"{server.url}/#/run?run=long")
+        tab.wait(f"{tip}.includes('mean of 2 to 3 logged')")
+        tab.eval(
+            "(() => { const i = document.querySelector('.controls input[type=range]'); i.value = 1;"
+            " i.dispatchEvent(new Event('input')); })()"
+        )
+        tab.wait(f"{tip}.includes('smoothed')")
+        tab.drag(".chart", 0.5, 0.6)
+        tab.wait(f"{tip}.includes('smoothed')")
+
+
 def test_what_failed_and_what_to_type_is_seen_first(tab: Tab, shown: Shown) -> None:
     tab.go(f"{shown.url}/#/run?run=failed")
     tab.wait("document.querySelector('#failure') !== null")

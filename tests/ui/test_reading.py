@@ -131,9 +131,29 @@ def test_a_curve_tells_where_it_ceased_to_be_finite(axis: Axis, run: RunFolder) 
     assert "a/new" in curve_keys([metrics])
 
 
+def test_a_smoothed_curve_is_the_same_at_any_zoom_and_width(tmp_path: Path) -> None:
+    metrics, expected = MetricsFile(tmp_path / "metrics.jsonl"), dict[float, float]()
+    weight, total, seen = 0.9, 0.0, 0.0
+    for step in range(1, 1001):
+        loss = 2 + (step * 7919 % 101) / 50
+        append_line(metrics.path, {"step": step, "train/loss": loss})
+        total, seen = weight * total + (1 - weight) * loss, weight * seen + 1 - weight
+        expected[step] = total / seen
+    metrics.refresh()
+    for points, low, high in ((1000, None, None), (90, None, None), (64, 300, 900), (9, 500, 520)):
+        drawn = curve(metrics, "train/loss", "step", None, points, low, high, smoothing=weight)
+        assert drawn is not None
+        told = [expected[step] for step in drawn["x"]]
+        assert drawn["smooth"].tolist() == pytest.approx(told, rel=1e-6)
+    plain = curve(metrics, "train/loss", "step", None, 90)
+    assert plain is not None
+    assert "smooth" not in plain
+
+
 def test_columns_hold_means_and_extremes() -> None:
     x = np.arange(10.0)
-    drawn = downsampled(x, np.array([0.0, 8, 1, 1, 1, 1, 1, 1, -4, 4]), 5)
+    drawn, middles = downsampled(x, np.array([0.0, 8, 1, 1, 1, 1, 1, 1, -4, 4]), 5)
+    assert drawn["x"].tolist() == x[middles].tolist() == [1, 3, 5, 7, 9]
     assert drawn["y"].tolist() == [4, 1, 1, 1, 0]
     assert drawn["low"].tolist() == [0, 1, 1, 1, -4]
     assert drawn["high"].tolist() == [8, 1, 1, 1, 4]

@@ -8,17 +8,11 @@ const FEW = 40; // so many points are drawn one by one, as they are
 const dark = matchMedia("(prefers-color-scheme: dark)");
 export const colourOf = (index) => (dark.matches ? DARK : LIGHT)[index % LIGHT.length];
 
-/** Debiased exponential smoothing; 0 leaves the values as they are. */
-export function smoothed(values, weight) {
-  if (!weight) return values;
-  const out = new Array(values.length);
-  let sum = 0, seen = 0;
-  for (let i = 0; i < values.length; i += 1) {
-    sum = weight * sum + (1 - weight) * values[i];
-    seen = weight * seen + (1 - weight);
-    out[i] = sum / seen;
-  }
-  return out;
+/** What the drawn value of a curve is, where it is not just what was logged. */
+function kind({ smooth, n, x }) {
+  if (smooth) return "smoothed";
+  const fewest = Math.floor(n / x.length), most = Math.ceil(n / x.length);
+  return most === 1 ? "" : `mean of ${fewest === most ? most : `${fewest} to ${most}`} logged`;
 }
 
 /** Round numbers from low to high. */
@@ -40,7 +34,7 @@ export class Chart {
   /** `zoom(low, high)` is called when a range was dragged, `zoom(null, null)` to see all again. */
   constructor(root, { zoom, formatX = short }) {
     this.root = root;
-    this.options = { smoothing: 0, log: false, formatX };
+    this.options = { log: false, formatX };
     this.series = [];
     this.canvas = h("canvas", { role: "img" });
     this.over = h("canvas", { "aria-hidden": "true" });
@@ -68,25 +62,24 @@ export class Chart {
     dark.removeEventListener("change", this.redraw);
   }
 
-  /** `series`: { name, index, x, y, low, high } each; `options`: label, smoothing, log, range of x. */
+  /** `series`: { name, index, x, y, smooth, low, high, n, lost } each; `options`: label, log, range of x. */
   set(series, options = {}) {
-    this.series = series;
+    this.series = series.map((one) => ({ ...one, drawn: one.smooth ?? one.y }));
     Object.assign(this.options, options);
     this.canvas.setAttribute("aria-label", `${this.options.label} of ${series.map((one) => one.name).join(", ")}`);
     this.draw();
   }
 
   #bounds() {
-    const { range, smoothing, log } = this.options;
+    const { range, log } = this.options;
     let [x0, x1, y0, y1] = [Infinity, -Infinity, Infinity, -Infinity];
     for (const one of this.series) {
-      one.smooth = smoothed(one.y, one.x.length > FEW ? smoothing : 0);
       for (let i = 0; i < one.x.length; i += 1) {
         const x = one.x[i];
         if (range && (x < range[0] || x > range[1])) continue;
         if (x < x0) x0 = x;
         if (x > x1) x1 = x;
-        const low = smoothing ? one.smooth[i] : one.low?.[i] ?? one.y[i], high = smoothing ? one.smooth[i] : one.high?.[i] ?? one.y[i];
+        const [low, high] = one.smooth ? [one.smooth[i], one.smooth[i]] : [one.low?.[i] ?? one.y[i], one.high?.[i] ?? one.y[i]];
         if (low < y0 && !(log && low <= 0)) y0 = low;
         if (high > y1) y1 = high;
       }
@@ -153,16 +146,16 @@ export class Chart {
     c.lineJoin = "round";
     const path = (values) => { c.beginPath(); for (let i = 0; i < values.length; i += 1) c.lineTo(x(one.x[i]), y(values[i])); c.stroke(); };
     if (one.low && this.series.length <= 12) {
-      c.globalAlpha = this.options.smoothing ? 0.1 : 0.2;
+      c.globalAlpha = one.smooth ? 0.1 : 0.2;
       c.beginPath();
       for (let i = 0; i < one.x.length; i += 1) c.lineTo(x(one.x[i]), y(one.high[i]));
       for (let i = one.x.length - 1; i >= 0; i -= 1) c.lineTo(x(one.x[i]), y(one.low[i]));
       c.fill();
-    } else if (this.options.smoothing && one.x.length > FEW && this.series.length <= 12) { c.globalAlpha = 0.2; c.lineWidth = 1; path(one.y); }
+    } else if (one.smooth && this.series.length <= 12) { c.globalAlpha = 0.2; c.lineWidth = 1; path(one.y); }
     c.globalAlpha = 1;
     c.lineWidth = this.series.length > 20 ? 1.1 : 1.9;
-    path(one.smooth);
-    if (one.x.length <= FEW) for (let i = 0; i < one.x.length; i += 1) { c.beginPath(); c.arc(x(one.x[i]), y(one.smooth[i]), 2.6, 0, 7); c.fill(); }
+    path(one.drawn);
+    if (one.x.length <= FEW) for (let i = 0; i < one.x.length; i += 1) { c.beginPath(); c.arc(x(one.x[i]), y(one.drawn[i]), 2.6, 0, 7); c.fill(); }
   }
 
   #at(event) {
@@ -183,9 +176,10 @@ export class Chart {
     if (!near.length) { this.tip.hidden = true; return; }
     const anchor = near.reduce((best, each) => (each.apart < best.apart ? each : best)), place = x(anchor.one.x[anchor.i]);
     c.strokeStyle = style.getPropertyValue("--calm"); c.setLineDash([3, 3]); c.beginPath(); c.moveTo(place, top); c.lineTo(place, bottom); c.stroke(); c.setLineDash([]);
-    for (const { one, i } of near) { c.fillStyle = colourOf(one.index); c.beginPath(); c.arc(x(one.x[i]), y(one.smooth[i]), 3.6, 0, 7); c.fill(); }
-    near.sort((a, b) => a.one.smooth[a.i] - b.one.smooth[b.i]);
-    fill(this.tip, h("div", { class: "soft" }, this.options.formatX(anchor.one.x[anchor.i])), near.slice(0, 10).map(({ one, i }) => h("div", {}, h("i", { style: { "--c": colourOf(one.index) } }), this.series.length > 1 ? h("span", {}, one.name) : "", h("b", {}, short(one.smooth[i])))), near.length > 10 ? h("div", { class: "soft" }, `and ${near.length - 10} more`) : "");
+    for (const { one, i } of near) { c.fillStyle = colourOf(one.index); c.beginPath(); c.arc(x(one.x[i]), y(one.drawn[i]), 3.6, 0, 7); c.fill(); }
+    near.sort((a, b) => a.one.drawn[a.i] - b.one.drawn[b.i]);
+    const kinds = new Set(near.map(({ one }) => kind(one)));
+    fill(this.tip, h("div", { class: "soft" }, [this.options.formatX(anchor.one.x[anchor.i]), ...kinds].filter(Boolean).join(", ")), near.slice(0, 10).map(({ one, i }) => h("div", {}, h("i", { style: { "--c": colourOf(one.index) } }), this.series.length > 1 ? h("span", {}, one.name) : "", h("b", {}, short(one.drawn[i])))), near.length > 10 ? h("div", { class: "soft" }, `and ${near.length - 10} more`) : "");
     this.tip.hidden = false;
     const size = this.tip.offsetWidth;
     this.tip.style.left = `${place + size + 20 > width ? Math.max(place - size - 12, 0) : place + 12}px`;

@@ -16,7 +16,7 @@ export async function showCurves(root, runs, names = {}) {
   let range = null, known = [], latest = {}, waiting = false, again = false, drawing = false;
   const grid = h("div", { class: "charts" }), more = h("details", {}), note = h("span", { class: "fine" });
   const back = h("button", { type: "button", hidden: true, onclick: () => zoom(null, null) }, "See all again");
-  const smoothing = h("input", { type: "range", min: 0, max: 0.99, step: 0.01, value: state.smoothing, "aria-label": "Smoothing", oninput: () => { state.smoothing = Number(smoothing.value); draw(); } });
+  const smoothing = h("input", { type: "range", min: 0, max: 3, step: 0.05, value: -Math.log10(1 - state.smoothing), "aria-label": "Smoothing", oninput: () => { state.smoothing = 1 - 10 ** -smoothing.value; load(); } }); // 0 to 0.999
   const log = h("input", { type: "checkbox", checked: state.log, onchange: () => { state.log = log.checked; draw(); } });
   const controls = h("div", { class: "controls" }, segmented("Axis", [["step", "Steps"], ["tokens", "Tokens"], ["time", "Time"]], state.axis, (value) => { state.axis = value; range = null; back.hidden = true; load(); }), h("label", {}, "smoothing", smoothing), h("label", {}, log, "log scale"), back, note);
   const legend = h("div", { class: "legend" }, runs.length < 2 ? "" : runs.map((run, index) => h("button", { type: "button", "aria-pressed": "true", title: run, onclick: (event) => { if (hidden.delete(run)) event.currentTarget.setAttribute("aria-pressed", "true"); else { hidden.add(run); event.currentTarget.setAttribute("aria-pressed", "false"); } draw(); } }, h("i", { style: { "--c": colourOf(index) } }), h("span", {}, names[run] ?? run))));
@@ -34,7 +34,7 @@ export async function showCurves(root, runs, names = {}) {
     try {
       const wide = grid.clientWidth || 800, points = runs.length === 1 ? Math.min(1600, wide) : Math.max(150, Math.min(700, Math.round(wide / 2), Math.round(4000 / runs.length)));
       const keys = known.length ? [...FIRST.filter((key) => known.includes(key)), ...extra] : FIRST;
-      const values = [...runs.map((run) => ["run", run]), ...keys.map((key) => ["key", key]), ["axis", state.axis], ["points", Math.round(points)], ["bands", runs.length <= MOST_BANDS]];
+      const values = [...runs.map((run) => ["run", run]), ...keys.map((key) => ["key", key]), ["axis", state.axis], ["points", Math.round(points)], ["bands", runs.length <= MOST_BANDS], ["smoothing", state.smoothing]];
       if (range) values.push(["low", range[0]], ["high", range[1]]);
       const answer = await api(`curves?${query(values)}`);
       if (answer.keys.join() !== known.join()) { known = answer.keys; drawMore(); }
@@ -72,7 +72,7 @@ export async function showCurves(root, runs, names = {}) {
         charts.set(key, { card, chart: new Chart(box, { zoom }) });
       }
       const series = runs.map((run, index) => ({ name: names[run] ?? run, run, index, ...(latest[key][run] ?? { x: [], y: [], lost: null }) })).filter((one) => !hidden.has(one.run) && (one.x.length || one.lost !== null));
-      charts.get(key).chart.set(series, { smoothing: state.smoothing, log: state.log, range, label: NAMES[key] ?? key, formatX: FORMATS[state.axis], unit: state.axis === "step" ? "step " : "" });
+      charts.get(key).chart.set(series, { log: state.log, range, label: NAMES[key] ?? key, formatX: FORMATS[state.axis], unit: state.axis === "step" ? "step " : "" });
     }
     if (!keys.length) fill(grid, h("div", { class: "card empty" }, h("b", {}, "Nothing was logged yet"), state.axis === "tokens" ? "Tokens are known where the recipe has train.global_batch and data.seq_len." : "Curves appear with the first logged step."));
     else for (const empty of grid.querySelectorAll(":scope > .empty")) empty.remove();
