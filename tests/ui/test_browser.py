@@ -16,6 +16,7 @@ from ingot.base.reports import read_report
 from ingot.base.runfolder import RunFolder
 from ingot.base.runlog import append_line
 from ingot.registry.local import LocalRegistry
+from ingot.report.page import write_page
 from tests.browser import Tab, browsing, require_browser
 from tests.report.made_up import made_up_run
 from tests.ui.conftest import runs_folder
@@ -248,6 +249,28 @@ def test_no_page_is_wider_than_its_window(tab: Tab, width: int, dark: bool, show
         assert tab.sideways == 0, address
     paper = tab.eval("getComputedStyle(document.body).backgroundColor")
     assert (paper == "rgb(20, 17, 14)") == dark
+
+
+@pytest.mark.drawn("widths of pages")
+@pytest.mark.parametrize("width", [1280, 390])
+def test_the_longest_metric_stays_within_the_gate_s_card(
+    tab: Tab, tmp_path: Path, width: int
+) -> None:
+    run = made_up_run(tmp_path, "alone", steps=20)
+    gate = json.loads((run.reports / "gate.json").read_text())
+    gate["metrics"][0]["metric"] = f"{'a_long_task_of_many_words/' * 3}exact_match"
+    (run.reports / "gate.json").write_text(json.dumps(gate))
+    tab.look(width)
+    with showing(tmp_path) as server:
+        for address in (f"{server.url}/#/run?run=alone", write_page(run).as_uri()):
+            tab.go(address)
+            tab.wait("document.querySelector('#gate td') !== null")
+            within = (
+                "(card => card.scrollWidth - card.clientWidth)(document.querySelector('#gate'))"
+            )
+            assert tab.eval(within) == 0, address
+            tall = "document.querySelector('#gate td').offsetHeight"
+            assert tab.eval(tall) < 200, "broken, but not at every letter"
 
 
 @pytest.mark.parametrize("width", [1200, 1600])
