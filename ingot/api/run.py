@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from ingot.base.errors import (
     WrongInput,
 )
 from ingot.base.processes import preexec_die_with_parent
+from ingot.base.remote.index import SET_ASIDE
 from ingot.base.runfolder import RunFolder
 from ingot.base.runlog import AppendedLines
 from ingot.config.load import load_recipe, split_arguments
@@ -204,14 +206,15 @@ class Run:
             >>> for step in run.steps():
             ...     print(step.step, step.loss)
         """
+        lines = _from_now_on(self.folder)
         verb = _Verb("train", [*self._arguments, *["--fresh"] * fresh], self._here, self._quiet)
         with verb:
-            yield from _logged(self.folder.metrics, verb)
+            yield from _logged(lines, verb)
         verb.result()
 
     def metrics(self) -> list[StepMetrics]:
         """Everything that was logged so far."""
-        return list(_LoggedLines(self.folder.metrics, since=-math.inf).read())
+        return list(_LoggedLines(self.folder.metrics).read())
 
     def model(self) -> Model:
         """The trained model."""
@@ -229,8 +232,9 @@ class Run:
         return kind.parse(self._told(verb, options, on_step), self._here)
 
     def _told(self, verb: str, options: Sequence[str], on_step: OnStep | None) -> dict[str, Any]:
+        lines = _from_now_on(self.folder)
         with _Verb(verb, [*self._arguments, *options], self._here, self._quiet) as started:
-            for step in _logged(self.folder.metrics, started):
+            for step in _logged(lines, started):
                 if on_step is not None:
                     on_step(step)
         if close := getattr(on_step, "close", None):  # no more steps come
@@ -333,9 +337,8 @@ def _error(verb: str, code: int, message: str) -> IngotError:
     return Failed(message)
 
 
-def _logged(path: Path, verb: _Verb) -> Iterator[StepMetrics]:
-    """What is logged from now on, until the verb is over."""
-    lines = _LoggedLines(path, since=time.time())
+def _logged(lines: _LoggedLines, verb: _Verb) -> Iterator[StepMetrics]:
+    """What is logged until the verb is over."""
     while True:
         over = verb.over()  # asked before reading, so that nothing is missed
         yield from lines.read()
@@ -344,21 +347,33 @@ def _logged(path: Path, verb: _Verb) -> Iterator[StepMetrics]:
         time.sleep(POLL_S)
 
 
+def _from_now_on(run: RunFolder) -> _LoggedLines:
+    """What a verb that begins now will log: nothing of what lies here, nor of the trainings that
+    are set aside, one of which it may bring back.
+    """
+    lines = _LoggedLines(run.metrics)
+    aside = (run.root / SET_ASIDE).glob(f"*/{run.metrics.name}")
+    for each in (lines, *(_LoggedLines(path, lines.given) for path in aside)):
+        deque(each.read(), maxlen=0)
+    return lines
+
+
 class _LoggedLines:
-    """What is logged after `since`, each line once. A training that rolls back writes the file
-    anew, without the steps that it does again: what stays of it was given before.
+    """What is logged, each line once. A training that rolls back writes the file anew, without the
+    steps that it does again: what stays of it was given before. Lines are told apart by what they
+    are, not by whether they are later: a clock may be set back.
     """
 
-    def __init__(self, path: Path, since: float) -> None:
+    def __init__(self, path: Path, given: set[int] | None = None) -> None:
+        """`given`: hashes of the lines to pass over; those that are read are added."""
         self._path, self._lines = path, AppendedLines()
-        self._since = self._newest = since
+        self.given = set[int]() if given is None else given
 
     def read(self) -> Iterator[StepMetrics]:
         while True:
-            found, begins = self._lines.next(self._path)
+            found, _ = self._lines.next(self._path)
             if not found:
                 return
-            self._since = self._newest if begins else self._since
             self._lines.done(found)
             for line in found:
                 yield from self._parse(line)
@@ -369,9 +384,10 @@ class _LoggedLines:
             step, when = int(value.pop("step")), float(value.pop("t_wall"))
         except (ValueError, KeyError, TypeError):  # torn by a crash
             return []
-        if when <= self._since:
+        known = hash((step, when, *value))
+        if known in self.given:
             return []
-        self._newest = max(self._newest, when)
+        self.given.add(known)
         return [StepMetrics(step, {k: math.nan if v is None else v for k, v in value.items()})]
 
 

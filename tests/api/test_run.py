@@ -18,9 +18,10 @@ import pytest
 
 import ingot
 from ingot.api.curve import LiveCurve
-from ingot.api.run import Run, StepMetrics, _LoggedLines, _Verb
+from ingot.api.run import Run, StepMetrics, _from_now_on, _LoggedLines, _Verb
 from ingot.base.reports import read_report
-from ingot.base.runlog import JsonLines, read_lines
+from ingot.base.runfolder import RunFolder
+from ingot.base.runlog import JsonLines, append_line, read_lines
 from ingot.cli.output import plain
 from ingot.config.load import dump_recipe
 from ingot.report.results import RESULTS, RunResult, StepResult
@@ -197,7 +198,7 @@ def test_a_verb_goes_on_when_the_thread_that_began_it_ends(
 
 def test_a_training_that_rolls_back_is_told_each_line_once(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    tail, curve, seen = _LoggedLines(path, since=-math.inf), LiveCurve(), list[int]()
+    tail, curve, seen = _LoggedLines(path), LiveCurve(), list[int]()
 
     def write(lines: JsonLines, steps: range, loss: float) -> None:
         for step in steps:
@@ -212,6 +213,31 @@ def test_a_training_that_rolls_back_is_told_each_line_once(tmp_path: Path) -> No
     assert curve.points["loss"] == [(1, 4.0), (2, 4.0), (3, 3.0), (4, 3.0)]
     write(JsonLines(path, resume_step=4), range(5, 6), 2.0)
     assert seen[7:] == [5], "nothing was taken away that was given"
+
+
+def test_what_lay_there_is_not_told_and_what_comes_is_however_the_clock_goes(
+    tmp_path: Path,
+) -> None:
+    """A clock that is set back in the midst of a training would silence it until it caught up."""
+    run = RunFolder(tmp_path)
+
+    def log(path: Path, *lines: tuple[int, float]) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for step, when in lines:
+            append_line(path, {"step": step, "t_wall": when, "train/loss": 1.0})
+
+    log(run.metrics, (1, 5000.0), (2, 5001.0))
+    aside = tmp_path / "earlier" / "other" / run.metrics.name
+    log(aside, (1, 7000.0), (2, 7001.0))
+    tail = _from_now_on(run)
+    log(run.metrics, (3, 1400.0))
+    assert [line.step for line in tail.read()] == [3]
+    JsonLines(run.metrics, resume_step=2)  # rolls back
+    log(run.metrics, (3, 1200.0))
+    assert [line.step for line in tail.read()] == [3]
+    aside.rename(run.metrics)  # brings back
+    log(run.metrics, (3, 1300.0))
+    assert [line.step for line in tail.read()] == [3]
 
 
 def test_what_json_has_no_number_for_is_null() -> None:

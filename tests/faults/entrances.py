@@ -48,8 +48,8 @@ FAULTS = [
     Fault(
         "curve-of-an-earlier-training",
         "ingot/api/run.py",
-        "lines = _LoggedLines(path, since=time.time())",
-        "lines = _LoggedLines(path, since=-math.inf)",
+        "        deque(each.read(), maxlen=0)\n",
+        "        pass\n",
         "a callback is given what an earlier training of the folder logged",
         "tests/api/test_run.py",
     ),
@@ -698,8 +698,8 @@ FAULTS = [
     Fault(
         "steps-told-again-after-a-roll-back",
         "ingot/api/run.py",
-        "            self._since = self._newest if begins else self._since\n",
-        "            self._since = self._since\n",
+        "        self.given.add(known)\n",
+        "",
         "after a roll-back a callback is given every step from the first a second time",
         "tests/api/test_run.py",
     ),
@@ -862,5 +862,22 @@ FAULTS = [
         "smoothed(y[first:last], smoothing)[middles]",
         "a smoothed loss depends on what is seen of it",
         "tests/ui/test_reading.py",
+    ),
+    Fault(
+        "what-is-brought-back-is-told-as-new",
+        "ingot/api/run.py",
+        "for each in (lines, *(_LoggedLines(path, lines.given) for path in aside)):",
+        "for each in (lines,):",
+        "a callback is given what a training that is brought back logged when it was set aside",
+        "tests/api/test_run.py",
+    ),
+    Fault(
+        "silent-until-the-clock-caught-up",
+        "ingot/api/run.py",
+        "        if known in self.given:\n            return []\n        self.given.add(known)\n",
+        "        if self.given and when <= max(self.given):\n            return []\n"
+        "        self.given.add(int(when))\n",
+        "of a training whose clock was set back a callback is given nothing more",
+        "tests/api/test_run.py",
     ),
 ]
