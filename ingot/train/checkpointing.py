@@ -52,7 +52,8 @@ class CheckpointHook:
         self.saved = first
         """The step of the newest checkpoint whose save has started."""
         self._last, self._averaged = last, averaged
-        self._due, self._is_saving, self._has_begun = False, False, False
+        self._due = self._waits = start is not None and bool(start.commit.get("waiting"))
+        self._is_saving, self._has_begun = False, False
         # Only saves beside training copy the state, and want room for that.
         self._copies = knobs.best is not None or every.may_be_due(first, last)
 
@@ -66,14 +67,16 @@ class CheckpointHook:
             if self._copies:
                 self.saver.prepare(masters, optimizer)
         self._due = self._due or self.every.is_due(info.step)
+        # While steps are being skipped no checkpoint is made: training may have to roll back to the
+        # state before them. Evaluations wait for the same reason.
+        self._waits = self._due and bool(info.outcome.skipped)
         if self.stopper.refused is not None:
             self.finish(info.step)
             raise self.stopper.refused
-        # While steps are being skipped no checkpoint is made: training may have to roll back to the
-        # state before them. Evaluations wait for the same reason.
         is_best = self.knobs.best is not None and self.stopper.best_step == info.step
-        due = is_best or (self._due and not float(info.outcome.skipped))
-        if due and info.step < self._last:  # `finish` saves the last one
+        if (
+            is_best or (self._due and not self._waits)
+        ) and info.step < self._last:  # `finish` saves the last one
             self.save(info.step)
         if self._is_saving:
             self._record(self.saver.done())
@@ -81,9 +84,10 @@ class CheckpointHook:
 
     def save(self, step: int, *, last: bool = False) -> None:
         """Start saving the state after `step` steps, unless that is already saved; the last one is
-        committed when this returns.
+        committed when this returns. One that a signal makes while the one that is due waits takes
+        nothing from that one, which the next attempt makes.
         """
-        due, self._due = self._due, False
+        due, self._due = self._due and not self._waits, self._waits
         self.every.restart()
         if step == self.saved:
             return
@@ -94,7 +98,7 @@ class CheckpointHook:
                 step,
                 self.train_state.masters,
                 self.train_state.optimizer,
-                {**self.payload(step), "due": due},
+                {**self.payload(step), "due": due, "waiting": self._waits},
                 keep=self.knobs.keep,
                 best=self.stopper.best_step,
                 due=self._averaged,

@@ -1255,4 +1255,20 @@ FAULTS = [
         "the loss of an early step is told as that of a training which a signal broke off",
         "tests/train/test_signals.py",
     ),
+    Fault(
+        "skipped-and-in-the-mean",
+        "ingot/train/checkpointing.py",
+        "due, self._due = self._due and not self._waits, self._waits",
+        "due, self._due = self._due, False",
+        "what a signal had saved at a step that was not taken is in the mean that is exported",
+        "tests/train/test_skipping.py",
+    ),
+    Fault(
+        "waits-and-is-forgotten",
+        "ingot/train/checkpointing.py",
+        "start is not None and bool(start.commit.get(\"waiting\"))",
+        "False",
+        "a mean of checkpoints lacks the one that waited while a signal came",
+        "tests/train/test_skipping.py",
+    ),
 ]

@@ -24,6 +24,7 @@ from ingot.config.recipe import Recipe
 from ingot.train import step
 from ingot.train.goodput import EventSink
 from ingot.train.hooks import SkipHook, TooManySkipped
+from ingot.train.optim.averaging import averaged_steps
 from ingot.train.step import SPIKE_WARMUP, SpikeDetector
 from ingot.train.trainer import train
 from tests.ranks import run_ranks
@@ -343,6 +344,30 @@ def test_an_evaluation_waits_for_a_step_that_is_taken(
     short = small_recipe(root, **{**knobs, "train__steps": 6})
     train(short, fresh=True)
     assert list(measured(short)) == [6]
+
+
+def test_a_checkpoint_that_waits_is_made_by_the_next_attempt(
+    root: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What a signal had saved in its place is none of those whose mean is exported."""
+    poison(monkeypatch, range(20, 24))
+    average = {"train__average": "{kind: last, checkpoints: 3}", "checkpoint__keep": 3}
+    knobs = {**KNOBS, **average, "train__steps": 9}
+    whole = small_recipe(copy_of(root, tmp_path / "whole"), **knobs)
+    train(whole)
+    recipe = small_recipe(root, **knobs)
+    with monkeypatch.context() as patch:
+        asked_to_stop_in(6, patch)
+        with pytest.raises(Stopped):
+            train(recipe)
+    newest = committed(recipe.folder.checkpoints)[0]
+    assert (newest.step, newest.commit["due"], newest.commit["waiting"]) == (6, False, True)
+    train(recipe)
+    for one in (whole, recipe):
+        averaged = averaged_steps(one.train.average, one.folder.checkpoints, 9)
+        assert averaged == [9, 8, 7], "none of step 6, and step 7 in its place"
+    expected = weights(whole)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(recipe).items())
 
 
 def asked_to_stop_in(last: int, patch: pytest.MonkeyPatch) -> None:
