@@ -33,7 +33,13 @@ Span = tuple[int, int]
 
 
 class RolledBack(Exception):
-    """Training must restart from an earlier checkpoint with the data of the bad steps left out."""
+    """Training must restart from the checkpoint of `step`, or from its first step if that is None,
+    with the data of the bad steps left out.
+    """
+
+    def __init__(self, step: int | None) -> None:
+        super().__init__(step)
+        self.step = step
 
 
 def roll_back(
@@ -85,7 +91,7 @@ def roll_back(
     # All that follows until the next step may take as long as at a start: closing, reading the
     # checkpoint again. The step stays: a process that dies meanwhile has lost what led to it.
     heart.beat("loading")
-    return RolledBack()
+    return RolledBack(checkpoint.saved if checkpoint.saved > setup.begin else None)
 
 
 def with_left_out(setup: TrainSetup, mesh: Mesh) -> TrainSetup:

@@ -108,7 +108,9 @@ def train(recipe: Recipe, *, fresh: bool = False, planner: Planner | None = None
                 try:
                     outcome = _train_from_checkpoint(process, began, newest, fresh=fresh)
                     break
-                except RolledBack:
+                except RolledBack as back:
+                    if process.any_rank_asked():  # the next attempt reads the checkpoint again
+                        raise LeaveNow(signals.signum or signal.SIGTERM, back.step) from None
                     fresh, began = False, time.monotonic()
                     heart.attempt += 1
                     newest = fetch_missing(bucket, run.checkpoints, mesh)
@@ -155,8 +157,7 @@ def _train_from_checkpoint(
         if first < setup.last and not hooks.evaluation.is_over:
             try:
                 end = run_steps(context, first, setup.last)
-                if not end.stopped:  # else the next attempt goes on, and comes to them again
-                    hooks.skips.finish()
+                hooks.skips.finish()  # also where a signal came: no checkpoint may pass them over
             except LateMetric as late:
                 hooks.checkpoint.finish(late.step)
                 raise

@@ -1271,4 +1271,20 @@ FAULTS = [
         "a mean of checkpoints lacks the one that waited while a signal came",
         "tests/train/test_skipping.py",
     ),
+    Fault(
+        "a-signal-passes-over-bad-steps",
+        "ingot/train/trainer.py",
+        "                hooks.skips.finish()  # also",
+        "                if not end.stopped:\n                    hooks.skips.finish()  # also",
+        "a training with too many bad steps goes on behind them, since a signal came with the last",
+        "tests/train/test_skipping.py",
+    ),
+    Fault(
+        "reads-while-it-is-to-leave",
+        "ingot/train/trainer.py",
+        "if process.any_rank_asked():  # the next",
+        "if False:  # the next",
+        "a training that goes back reads its checkpoint until the time that a signal gave is over",
+        "tests/train/test_skipping.py",
+    ),
 ]

@@ -382,6 +382,39 @@ def asked_to_stop_in(last: int, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(step, "accumulate_gradients", stopping)
 
 
+def test_a_signal_does_not_pass_over_too_many(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It came with the last of them: no checkpoint may stand behind them."""
+    poison(monkeypatch, range(20, 28))
+    recipe = small_recipe(root, **KNOBS)
+    asked_to_stop_in(7, monkeypatch)
+    with pytest.raises(Failed, match="not finite in 2 steps in a row, 6 to 7"):
+        train(recipe)
+    assert committed(recipe.folder.checkpoints)[0].step == 4
+
+
+def test_a_signal_leaves_going_back_to_the_next_attempt(
+    root: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A large checkpoint is read for longer than there may be time."""
+    other = small_recipe(copy_of(root, tmp_path / "other"), **KNOBS, data__skip="[[20, 28]]")
+    train(other)
+    poison(monkeypatch, range(20, 28))
+    recipe = small_recipe(root, **KNOBS, train__skip__then="roll_back")
+    look = mock.Mock(return_value=None)
+    with monkeypatch.context() as patch:
+        asked_to_stop_in(7, patch)
+        patch.setattr("ingot.train.trainer.fetch_missing", look)
+        with pytest.raises(Stopped, match="with checkpoint 4 committed"):
+            train(recipe)
+    look.assert_called_once()
+    told = [(event["kind"], event["step"]) for event in read_lines(recipe.folder.events)]
+    assert told[-2:] == [("roll_back", 4), ("stop", 4)]
+    train(recipe)
+    assert len(events(recipe, "roll_back")) == 1
+    expected = weights(other)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(recipe).items())
+
+
 @pytest.mark.drawn("skipped steps", keep=3)
 def test_it_goes_back_so_often_and_no_more(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     poison(monkeypatch, range(20, 400))
