@@ -6,10 +6,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import NamedTuple
 
-from ingot.base.remote.index import NEVER_REPLICATED
+from ingot.base.remote.bucket import open_bucket
+from ingot.base.remote.index import NEVER_REPLICATED, read_index
+from ingot.base.storage import find_files
 from ingot.config.doors import TEMPLATES
 from ingot.config.recipe import Recipe
 from ingot.config.sections.rewards import RewardSettings
@@ -63,6 +66,17 @@ def is_sent(recipe: Recipe, path: str) -> bool:
         return False
     parts = asked.relative_to(root).parts
     return parts[:1] != (NEVER_REPLICATED,) and not any(part.startswith(".") for part in parts)
+
+
+def is_there(recipe: Recipe, path: str, replica: str) -> bool:
+    """Whether a path in the run folder exists, here or in its replica."""
+    if find_files(path):
+        return True
+    asked = Path(os.path.normpath(path)).relative_to(recipe.folder.root)
+    return any(
+        Path(name).is_relative_to(asked) or fnmatch(name, str(asked))
+        for name in read_index(open_bucket(replica)).entries
+    )
 
 
 def local_folders(recipe: Recipe) -> dict[str, str]:

@@ -21,7 +21,7 @@ from ingot.config.load import dump_recipe
 from ingot.config.recipe import Recipe
 from ingot.launch.handles import find_handle, jobs_folder
 from ingot.launch.job import Job
-from ingot.launch.local_inputs import is_sent, local_folders, local_inputs
+from ingot.launch.local_inputs import is_sent, is_there, local_folders, local_inputs
 from ingot.launch.rendezvous import clear_rendezvous
 from ingot.launch.run_folder_sync import pull_results
 from ingot.launch.supervisor.supervise import FRESH, FileStamp, committed_steps
@@ -132,6 +132,12 @@ def missing_inputs(recipe: Recipe, job: Job) -> list[str]:
         return reasons
     if (mismatch := region_mismatch(recipe.cloud)) is not None:
         return [mismatch]
+    if absent := [
+        f"{what} {path} is neither here nor in {job.run_folder_url}; put it there"
+        for what, path, _ in local_inputs(recipe, job.name)
+        if not is_there(recipe, path, job.run_folder_url)
+    ]:
+        return absent
     if (
         job.name in ("train", "evaluate")
         and read_marker(recipe.folder.columns, MANIFEST) is None

@@ -193,6 +193,29 @@ def test_what_lies_in_the_run_folder_is_sent(
     assert [path for path in sent if path.endswith(".py")] == ["judges/mine.py", "mine.py"]
 
 
+def test_what_the_run_folder_should_hold_is_here_or_in_the_bucket(
+    server: gcs.Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ["runs/small/mine.py", "runs/small/judge"]
+    rewards = [
+        {"kind": "python", "function": f"{names[0]}:score"},
+        {"kind": "classifier", "model": names[1], "class_name": "good"},
+    ]
+    knobs = {"objective": {"kind": "grpo", "group": 4, "rewards": rewards}}
+    recipe = recipe_in(tmp_path, monkeypatch, **knobs)
+    recipe.folder.columns.mkdir(parents=True)
+    write_marker(recipe.folder.columns, "manifest.json", {}, [])
+    told = [f"{name} is neither here nor in {MIRROR}; put it there" for name in names]
+    assert [reason.partition(": ")[2] for reason in missing(recipe)] == told
+    for file in (Path(names[0]), Path(names[1]) / "config.json"):
+        file.parent.mkdir(exist_ok=True)
+        file.touch()
+    assert missing(recipe) == []
+    push(recipe.folder.root, MIRROR)
+    (Path(names[1]) / "config.json").unlink()
+    assert missing(recipe) == []
+
+
 def test_a_copy_of_a_checkpoint_in_the_bucket_is_none_of_them(
     server: gcs.Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
