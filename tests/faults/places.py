@@ -301,8 +301,8 @@ FAULTS = [
     Fault(
         "hash-in-env-value",
         "ingot/base/environment.py",
-        'value.split(" #", 1)[0].rstrip()',
-        'value.split("#", 1)[0].rstrip()',
+        r're.split(r"\s#", plain, maxsplit=1)',
+        're.split(r"#", plain, maxsplit=1)',
         "a token in .env that holds a # is cut there",
         "tests/base/test_environment.py",
     ),
