@@ -320,7 +320,8 @@ def _items(node: yaml.MappingNode) -> list[tuple[yaml.Node, yaml.Node]]:
     """The keys of a mapping with their values; before its own, what `<<: *base` adds to them. They
     take the place of the mapping's, since many may be based on it.
     """
-    own, merged = [], {}
+    own: list[tuple[yaml.Node, yaml.Node]] = []
+    merged: dict[str, tuple[yaml.Node, yaml.Node]] = {}
     for key, value in node.value:
         if key.tag != MERGE:
             own.append((key, value))
@@ -330,8 +331,9 @@ def _items(node: yaml.MappingNode) -> list[tuple[yaml.Node, yaml.Node]]:
                 raise ConstructorError(None, None, "<< is for mappings", base.start_mark)
             merged |= {_name(pair[0]): pair for pair in _items(base)}
     given = {_name(key) for key, _ in own}
-    node.value = [pair for name, pair in merged.items() if name not in given] + own
-    return node.value
+    items = [pair for name, pair in merged.items() if name not in given] + own
+    node.value = items
+    return items
 
 
 def _name(key: yaml.Node) -> str:
