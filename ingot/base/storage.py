@@ -317,7 +317,8 @@ def disk_errors(path: str | os.PathLike[str]) -> Iterator[None]:
             ) from error
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise WrongInput(
-                f"{os.fspath(path)} cannot be written ({error.strerror}); choose another `output`"
+                f"{os.fspath(path)} cannot be written ({error.strerror}); choose another"
+                " place, for a run by `output`"
             ) from error
         # To make a folder on a file system of the kernel (/proc, /sys), or with a name that it
         # cannot have.
@@ -325,13 +326,19 @@ def disk_errors(path: str | os.PathLike[str]) -> Iterator[None]:
         if error.errno == errno.ENAMETOOLONG or (
             error.errno in (errno.ENOENT, errno.EINVAL)
             and unmade
-            and Path(error.filename) in (Path(path), *Path(path).parents)
+            and _whole(Path(error.filename)) in (Path(path), *Path(path).parents)
         ):
             raise WrongInput(
-                f"{os.fspath(path)} cannot be made there ({error.strerror}); choose another"
-                " `output`"
+                f"{os.fspath(path)} cannot be made there ({error.strerror}); choose another place,"
+                " for a run by `output`"
             ) from error
         raise
+
+
+def _whole(partial: Path) -> Path:
+    """What a partial file or folder is to become; the path itself of others."""
+    name, dot, _ = partial.name.removeprefix(".").rpartition(".partial-")
+    return partial.with_name(name) if dot and partial.name.startswith(".") else partial
 
 
 def lock_file(descriptor: int, path: str | os.PathLike[str], *, wait: bool) -> None:

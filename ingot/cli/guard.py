@@ -14,7 +14,14 @@ import traceback
 from collections.abc import Callable
 from types import FrameType
 
-from ingot.base.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_WRONG_INPUT, IngotError
+from ingot.base.errors import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_STOPPED,
+    EXIT_WRONG_INPUT,
+    IngotError,
+    one_line,
+)
 
 # Being stopped by a user or a scheduler is not an error.
 STOPPED = (EXIT_STOPPED, 128 + signal.SIGHUP, 128 + signal.SIGINT, 128 + signal.SIGTERM)
@@ -169,4 +176,5 @@ def _usage(error: Exception) -> str:
         own = PREDICT if sys.argv[1:2] == ["predict"] else ()
         if instead := knob_for_option(option, sys.argv[1:], own):
             return f"No such option: {option}; settings have no dashes: `{instead}`"
-    return f"{error.format_message().rstrip('.')}; see `{command} --help`"  # type: ignore[attr-defined]
+    said = error.format_message().replace("Value error, ", "")  # type: ignore[attr-defined]
+    return f"{one_line(said).rstrip('.')}; see `{command} --help`"

@@ -113,6 +113,12 @@ def _registered(target: str, more: Sequence[str]) -> Target:
         )
     number = int(match["version"]) if match["version"] else None
     registry = registry_of(recipe)
+    if match["name"] not in (known := registry.names()):
+        raise WrongInput(
+            f"{target} is no model folder, run folder, recipe or address, and nothing is registered"
+            f" so in {registry.place}, which knows {', '.join(known) or 'no name'}; check the path,"
+            " or give output=FOLDER"
+        )
     version = registered_version(registry, match["name"], number)
     return Target(target, registry.fetch(version), None, recipe, version.number)
 
@@ -149,6 +155,11 @@ def deploy_version(
     """
     from ingot.registry.deploy import DeployRequest, address, deploy, render_deploy
 
+    if Path(target).is_dir() and not _REGISTERED.fullmatch(target):
+        raise WrongInput(
+            f"{target} is a folder, and deploy makes live what is registered; give the registered"
+            " name, or the recipe"
+        )
     is_recipe = Path(target).is_file() or target.endswith((".yaml", ".yml"))
     recipe = read_recipe([target, *arguments]) if is_recipe else settings_without_recipe(arguments)
     name = recipe.registry_name if is_recipe else target

@@ -29,7 +29,13 @@ from ingot.base.storage import atomic_folder, disk_errors, fsync_folder
 from ingot.config.models.content import tensor_digests
 from ingot.config.models.lineage import read_lineage
 from ingot.registry.database import open_database
-from ingot.registry.versions import LiveChange, LocalVersion, stale_decision, unknown_version
+from ingot.registry.versions import (
+    LiveChange,
+    LocalVersion,
+    no_earlier,
+    stale_decision,
+    unknown_version,
+)
 
 MARKER = "VERSION.json"
 STAGED = ".incoming-"
@@ -52,11 +58,14 @@ class LocalRegistry:
     def place(self) -> str:
         return str(self.path)
 
+    @property
+    def knob(self) -> str:
+        return f" registry.path={self.path}"
+
     def names(self) -> list[str]:
         with open_database(self.path) as db:
-            return [
-                name for (name,) in db.execute("SELECT DISTINCT name FROM versions ORDER BY name")
-            ]
+            found = db.execute("SELECT DISTINCT name FROM versions ORDER BY name")
+            return [name for (name,) in found]
 
     def versions(self, name: str) -> list[LocalVersion]:
         """All versions of `name`, oldest first."""
@@ -127,9 +136,8 @@ class LocalRegistry:
             known = self._update_report(db, name, report)
             if known is not None:
                 return known
-            (last,) = db.execute(
-                "SELECT coalesce(max(version), 0) FROM versions WHERE name = ?", (name,)
-            ).fetchone()
+            newest = "SELECT coalesce(max(version), 0) FROM versions WHERE name = ?"
+            (last,) = db.execute(newest, (name,)).fetchone()
             target = self.home / name / f"v{last + 1}"
             self._clear(target, identity)
             os.replace(staged, target)
@@ -212,18 +220,11 @@ class LocalRegistry:
         """The version to roll back to, and the row that a further rollback returns to."""
         change = _current_change(db, name)
         if change is None:
-            raise WrongInput(
-                f"nothing is live as {name} in {self.path}; `ingot deploy {name}` makes the"
-                " newest version live"
-            )
-        row: tuple[int, int | None] | None = db.execute(
-            "SELECT version, before FROM turns WHERE id = ?", (change[2],)
-        ).fetchone()
+            raise no_earlier(self, name, None)
+        asked = "SELECT version, before FROM turns WHERE id = ?"
+        row: tuple[int, int | None] | None = db.execute(asked, (change[2],)).fetchone()
         if row is None:
-            raise WrongInput(
-                f"nothing was live before {name} v{change[1]};"
-                f" `ingot deploy {name} --version V` takes another one"
-            )
+            raise no_earlier(self, name, change[1])
         return row
 
     def _version(self, row: tuple[Any, ...]) -> LocalVersion:

@@ -213,7 +213,7 @@ def registered_version(
         number = newest_version(registry, name).number
         raise WrongInput(
             f"nothing is live as {name} in {registry.place}; `ingot deploy {name} --version"
-            f" {number}` makes the newest version live"
+            f" {number}{registry.knob}` makes the newest version live"
         )
     return version
 

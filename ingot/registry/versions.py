@@ -96,6 +96,10 @@ class ModelRegistry(Protocol[AnyVersion]):
     def place(self) -> str:
         """Where the registry is, for messages."""
 
+    @property
+    def knob(self) -> str:
+        """What a command line that names no recipe needs to find it, after a space."""
+
     def names(self) -> list[str]: ...
     def versions(self, name: str) -> list[AnyVersion]: ...
     def version(self, name: str, number: int) -> AnyVersion: ...
@@ -131,6 +135,27 @@ def unknown_version(
         )
     return WrongInput(
         f"{name} has no version {number} in {registry.place}; it has {', '.join(map(str, known))}"
+    )
+
+
+def no_earlier(registry: ModelRegistry[Any], name: str, now: int | None) -> WrongInput:
+    """The error where no earlier version can be made live: none was before `now`, or none is."""
+    known = [version.number for version in registry.versions(name)]
+    if not known:
+        return unknown_version(registry, name, 1, known)
+    if now is None:
+        return WrongInput(
+            f"nothing is live as {name} in {registry.place}; `ingot deploy {name}{registry.knob}`"
+            " makes the newest version live"
+        )
+    others = [number for number in known if number != now]
+    return WrongInput(
+        f"nothing was live before {name} v{now}; "
+        + (
+            f"`ingot deploy {name} --version {max(others)}{registry.knob}` takes another one"
+            if others
+            else "it has no other version"
+        )
     )
 
 

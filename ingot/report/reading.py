@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import yaml
 
-from ingot.base.errors import IngotError
+from ingot.base.errors import IngotError, one_line
 from ingot.base.reports import EvaluationReport, PipelineStepRecord, did_not_end, read_record
 from ingot.base.runfolder import RunFolder
 from ingot.config.models.lineage import read_lineage
@@ -111,7 +111,7 @@ class Reading:
         ) as error:
             self.notes.append(
                 f"{path.relative_to(self._root)} could not be read:"
-                f" {str(error) or type(error).__name__}"
+                f" {one_line(error) or type(error).__name__}"
             )
             return None
 
@@ -119,7 +119,8 @@ class Reading:
 def mapping(value: Any) -> dict[str, Any]:
     """`value`, which must be one: damaged files hold other things."""
     if not isinstance(value, dict):
-        raise TypeError(f"a {type(value).__name__} where a mapping is expected")
+        what = "nothing" if value is None else f"a {type(value).__name__}"
+        raise TypeError(f"{what} where a mapping is expected")
     return value
 
 

@@ -64,7 +64,7 @@ def show_run(run: RunFolder) -> None:
         out.print(Text(line), soft_wrap=True)
     if (compared := beside_plan(view)) is not None:
         _show_plan(compared, out)
-    for event in view.events[-RECENT_EVENTS:]:
+    for event in [event for event in view.events if "kind" in event][-RECENT_EVENTS:]:
         out.print(Text(_event(event)), soft_wrap=True)
     for note in view.notes:
         out.print(Text(note, "yellow"), soft_wrap=True)
@@ -365,8 +365,8 @@ def samples_of(run: RunFolder, prompts: int) -> list[dict[str, Any]]:
     lines = list(read_lines(run.samples))
     if not lines:
         raise WrongInput(
-            f"{run.samples} does not exist, as only a training on rewards (objective.kind grpo)"
-            " answers prompts; give the folder of one"
+            f"{run.root} has no answers yet: only a training on rewards (objective.kind grpo) and"
+            " an evaluation with evaluate.prompts answer prompts; do one of them first"
         )
     return lines[-prompts:]
 

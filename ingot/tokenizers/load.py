@@ -10,7 +10,7 @@ from typing import Any
 from ingot.base.errors import WrongInput
 from ingot.base.hub import ask_tokenizer, fetch_model
 from ingot.base.markers import problems, read_marker
-from ingot.base.runfolder import model_folder
+from ingot.base.runfolder import RunFolder, model_folder
 from ingot.config.models.content import check_files
 from ingot.config.models.lineage import read_lineage
 from ingot.config.recipe import Recipe
@@ -220,6 +220,8 @@ def _resolved(knob: str, source: str, revision: str | None, *, ask: bool) -> Pat
 def _missing_message(folder: Path) -> str:
     if not folder.is_dir():
         return f"tokenizer {folder} does not exist; check the path"
+    if RunFolder(folder).recipe.exists():
+        return f"{folder} is a run that holds no trained model; run `ingot train` first"
     if (folder / "vocab.txt").is_file():
         return (
             f"{folder} has vocab.txt but no tokenizer.json; open it with transformers'"

@@ -298,8 +298,8 @@ class Tokenizer:
         """
         if not self.template:
             raise WrongInput(
-                f"{self._where} has no chat template; set tokenizer.template, or take a tokenizer"
-                " that was made for chats"
+                f"{self._where} has no chat template; train with tokenizer.template, or take a"
+                " model or tokenizer that was made for chats"
             )
         return ChatFormat(
             self._where, self.template, self.special_ids, self.named, self._reference.control

@@ -159,7 +159,7 @@ def test_an_unwritable_place_is_named_with_what_to_do(tmp_path: Path) -> None:
     [
         (errno.ENOSPC, Failed, "disk full while writing /x/y; make space"),
         (errno.EDQUOT, Failed, "disk full"),
-        (errno.EROFS, WrongInput, "choose another `output`"),
+        (errno.EROFS, WrongInput, "choose another place, for a run by `output`"),
         (errno.EACCES, WrongInput, "/x/y cannot be written"),
         (errno.EIO, OSError, "Input/output"),
     ],
@@ -169,6 +169,16 @@ def test_refusals_of_the_operating_system_become_one_line(
 ) -> None:
     with pytest.raises(kind, match=words), disk_errors("/x/y"):
         raise OSError(code, os.strerror(code))
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="Linux has such a file system")
+def test_where_nothing_can_be_made_it_is_the_asked_for_name_that_is_told() -> None:
+    for write in (
+        lambda: write_atomic("/proc/x.yaml", "x"),
+        lambda: atomic_folder("/proc/x.yaml").__enter__(),
+    ):
+        with pytest.raises(WrongInput, match=r"^/proc/x\.yaml cannot be made there"):
+            write()
 
 
 @pytest.mark.parametrize("code", [errno.ENOSYS, errno.ENOLCK])

@@ -151,6 +151,11 @@ def test_version() -> None:
             "missing is no model folder, run folder, recipe or address",
         ),
         (
+            ("completion", "tcsh"),
+            "error: Invalid value for 'bash|zsh|fish': 'tcsh' is not one of 'bash', 'zsh', 'fish';",
+        ),
+        (("deploy", "."), ". is a folder, and deploy makes live what is registered; give the"),
+        (
             ("predict", "..", "hello"),
             "is neither a model folder (no config.json) nor a run folder (no model/)",
         ),

@@ -108,7 +108,7 @@ def test_an_address() -> None:
     ("target", "says"),
     [
         ("mine@v7", "has no version 7"),
-        ("other", "nothing is registered as other"),
+        ("other", "other is no model folder, .* and nothing is registered so in .*knows"),
         ("not/there", "recipe, address or name of a registered model; check the path"),
         ("missing.yaml", "missing.yaml does not exist"),
         ("mine.gguf", "is for llama.cpp; give the run or the model folder"),

@@ -238,7 +238,8 @@ def test_the_live_pointer_moves_and_rolls_back_further_each_time(registry: Local
     with pytest.raises(
         WrongInput,
         match=(
-            "nothing was live before words v1; `ingot deploy words --version V` takes another one"
+            "nothing was live before words v1; `ingot deploy words --version 3"
+            f" registry.path={registry.path}` takes another one"
         ),
     ):
         registry.rollback("words", "bad")
@@ -281,8 +282,13 @@ def test_nothing_live_cannot_be_rolled_back(registry: LocalRegistry) -> None:
     add(registry, "a")
     with pytest.raises(
         WrongInput,
-        match=r"nothing is live as words .* `ingot deploy words` makes the newest version live",
+        match=r"nothing is live as words .* `ingot deploy words registry\.path=\S+` makes the newest",
     ):
+        registry.rollback("words", "x")
+    with pytest.raises(WrongInput, match=r"nothing is registered as other in .*; it knows words"):
+        registry.rollback("other", "x")
+    registry.point("words", 1, "first")
+    with pytest.raises(WrongInput, match=r"nothing was live before words v1; it has no other"):
         registry.rollback("words", "x")
 
 

@@ -412,8 +412,8 @@ def test_resolve_and_deploy_name_what_there_is(tmp_path: Path) -> None:
     with pytest.raises(
         WrongInput,
         match=(
-            r"nothing is live as words .* `ingot deploy words --version 1` makes the newest version"
-            r" live"
+            r"nothing is live as words .* `ingot deploy words --version 1 registry\.path=\S+`"
+            r" makes the newest version live"
         ),
     ):
         registered_folder(registry(tmp_path), "words")

@@ -217,8 +217,13 @@ def test_a_step_whose_files_changed_and_a_broken_file_are_told(
         record.replace('"files": {}', '"files": {"model/config.json": 1}')
     )
     (run.reports / "gate.json").write_text("{")
+    run.recipe.write_text("name: [a")
+    run.events.write_text("{}\n")
     show_run(run)
     out = capsys.readouterr().out
+    told = [line for line in out.splitlines() if line.startswith("recipe.yaml could not be read")]
+    assert "did not find expected" in told[0], "what is wrong is in that line, not in three below"
+    assert "None" not in out, "an event without a name tells nothing"
     assert "(its files are missing or were changed)" in " ".join(out.replace("│", " ").split())
     assert "reports/gate.json could not be read" in out
 
@@ -421,7 +426,7 @@ def test_the_answers_to_prompts_are_shown_the_best_first(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = RunFolder(tmp_path / "run")
-    with pytest.raises(WrongInput, match="only a training on rewards"):
+    with pytest.raises(WrongInput, match="no answers yet: only a training on rewards"):
         show_samples(run, 2)
     answers = [
         {"answer": "3", "reward": 0.0, "finished": True},

@@ -74,6 +74,7 @@ def test_special_tokens_map(tmp_path: Path) -> None:
     ("files", "message"),
     [
         ({"config.json": "{}"}, "has no tokenizer.json; copy the tokenizer's files there"),
+        ({"recipe.yaml": "{}"}, "is a run that holds no trained model; run `ingot train` first"),
         ({"vocab.txt": "[UNK]"}, "has vocab.txt but no tokenizer.json.*save_pretrained"),
         (
             {"tokenizer.model": "x"},

@@ -393,7 +393,7 @@ def test_a_signal_commits_a_checkpoint_and_the_same_command_goes_on(
             {"model__config": "{vocab_size: 300}"},
             "the tokenizer has 320 ids, the model preset:llama-3m only 300",
         ),
-        ({"model__config": "{hiden_size: 3}"}, "hiden_size is not in the configuration"),
+        ({"model__config": "{hiden_size: 3}"}, "the nearest names there are hidden_size, "),
         ({"model__source": "preset:lama-3m"}, "did you mean preset:llama-3m"),
         ({"model__source": "nowhere"}, "neither a folder nor preset"),
         ({"model__init": "weights"}, "is a preset and has none"),

@@ -263,9 +263,10 @@ def source_config(model: ModelSettings, folder: Path | None) -> dict[str, Any]:
     config = preset(model.source.partition(":")[2]) if folder is None else model_config(folder)
     unknown = [key for key in model.config if key not in config and key not in _MAY_BE_LEFT_OUT]
     if unknown:
+        near = difflib.get_close_matches(unknown[0], config, n=3, cutoff=0.0)
         raise WrongInput(
-            f"model.config: {', '.join(unknown)} is not in the configuration of {model.source}; see"
-            " its config.json for the names"
+            f"model.config: {', '.join(unknown)} is not in the configuration of {model.source};"
+            f" the nearest names there are {', '.join(near)}"
         )
     return overridden(config, model.config)
 

@@ -28,7 +28,7 @@ from ingot.cloud.vertex import models
 from ingot.cloud.vertex.jobs import http_status_of
 from ingot.cloud.vertex.models import ModelVersion
 from ingot.config.recipe import Recipe
-from ingot.registry.versions import LiveChange, VertexVersion, unknown_version
+from ingot.registry.versions import LiveChange, VertexVersion, no_earlier, unknown_version
 from ingot.registry.vertexai import objects
 from ingot.registry.vertexai.objects import (
     SCHEMA,
@@ -66,6 +66,10 @@ class VertexRegistry:
     @property
     def place(self) -> str:
         return f"the Model Registry of {self._google.parent}"
+
+    @property
+    def knob(self) -> str:
+        return " registry.kind=vertex"
 
     def names(self) -> list[str]:
         found = models.models(self._google)
@@ -126,15 +130,9 @@ class VertexRegistry:
         """The previously live version. Raises WrongInput where there is none."""
         found = objects.read_pointer(self._bucket(name))
         if found.now is None:
-            raise WrongInput(
-                f"nothing is live as {name} in {self.place}; `ingot deploy {name}` makes the newest"
-                " version live"
-            )
+            raise no_earlier(self, name, None)
         if found.previous is None:
-            raise WrongInput(
-                f"nothing was live before {name} v{found.now}; `ingot deploy {name} --version V`"
-                " takes another one"
-            )
+            raise no_earlier(self, name, found.now)
         return self.version(name, found.previous)
 
     def add(

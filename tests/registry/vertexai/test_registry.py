@@ -340,7 +340,8 @@ def test_files_that_are_missing_or_changed_are_named(place: Place) -> None:
 def test_a_version_is_fetched_once(place: Place) -> None:
     add(place, "a")
     with pytest.raises(
-        WrongInput, match=r"nothing is live as words in the Model Registry .*--version 1`"
+        WrongInput,
+        match=r"nothing is live as words in the Model Registry .*--version 1 registry\.kind=vertex`",
     ):
         registered_folder(place.registry(), "words")
     folder = registered_folder(place.registry(), "words", 1)

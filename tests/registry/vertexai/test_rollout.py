@@ -359,7 +359,8 @@ def test_rollback_brings_the_version_before_back_without_a_gap(place: Place) -> 
     assert shares(place) == [{}, {1: 100}, {2: 100}, {2: 90, 1: 10}, {1: 100}]
     assert place.registry().history("words")[-1].reason == "rolled back by hand"
     with pytest.raises(
-        WrongInput, match=r"nothing was live before words v1; `ingot deploy words --version V`"
+        WrongInput,
+        match="nothing was live before words v1; `ingot deploy words --version 2 registry",
     ):
         place.deploy(back=True)
 
