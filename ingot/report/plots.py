@@ -21,6 +21,8 @@ SIDE = 1000.0
 MAX_POINTS = 600
 MAX_TOOLTIPS = 90
 MAX_DOTS = 40
+WHOLE = 2.0**51
+"""Below this, a number and its halves differ."""
 MIN_SHARE = 1 / 2000
 """The narrowest segment that is visible, as a share of its strip."""
 
@@ -100,6 +102,8 @@ def line_chart(
         return Markup("")
     ends = [x for panel in panels for line in panel.lines for x in line.ends]
     across = _scale(min(ends), max(ends), room=0.0)
+    if min(ends) == max(ends) and abs(ends[0]) < WHOLE:
+        across = _Scale(ends[0] - 0.5, ends[0] + 0.5)
     drawn = Markup("").join(_panel(panel, across, unit) for panel in panels)
     axis = _axis(across, unit, tick_count)
     return Markup('<div class="chart" role="img" aria-label="{}">{}{}{}</div>').format(
@@ -211,9 +215,12 @@ def share_bar(share: float) -> Markup:
 
 
 def _axis(across: _Scale, unit: str, tick_count: int) -> Markup:
-    places = [
-        x for x in ticks(across.low, across.high, tick_count) if across.low <= x <= across.high
-    ]
+    places: list[float] = []
+    for wanted in range(tick_count, tick_count + 4):
+        if len(places) < 2:
+            found = ticks(across.low, across.high, wanted)
+            places = [x for x in found if across.low <= x <= across.high]
+            places = [x for x in places if unit != "step" or abs(x - round(x)) < 1e-9]
     words = Markup("").join(
         Markup('<span style="left:{}%"{}>{}</span>').format(
             _percent(across.at(x)),

@@ -3,6 +3,7 @@ from __future__ import annotations
 import re
 from xml.etree import ElementTree
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from markupsafe import Markup
@@ -76,6 +77,19 @@ def test_the_value_under_the_pointer_is_that_of_its_step() -> None:
         )
     ]
     assert sum(widths) == 100.0
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "labels"),
+    [(1, 1, ["1"]), (1, 3, ["1", "2", "3"]), (101, 299, ["150", "200", "250"])],
+)
+def test_an_axis_has_whole_steps_and_two_labels_where_there_are_two(
+    first: int, last: int, labels: list[str]
+) -> None:
+    points = [(float(step), 2.0) for step in (first, last)]
+    drawn = tree(line_chart([PlotPanel([a_line(points)], 100)], "x", tick_count=2))
+    (axis,) = [each for each in drawn.iter("div") if each.attrib["class"] == "across"]
+    assert [label.text for label in axis.iter("span")] == labels
 
 
 def test_many_points_make_a_plot_of_bounded_size() -> None:

@@ -109,6 +109,39 @@ def test_curves_zoom_and_tell_their_values(tab: Tab, shown: Shown) -> None:
         tab.wait("document.querySelectorAll('.chart canvas').length >= 12")
 
 
+def test_labels_of_an_axis_differ(tab: Tab, shown: Shown) -> None:
+    tab.go(f"{shown.url}/")
+    imported = "Promise.all([import('/static/chart.js'), import('/static/format.js')])"
+
+    def told(code: str) -> list[str]:
+        return list(
+            tab.eval(f"{imported}.then(([{{ across }}, {{ rounded, elapsed }}]) => {code})")
+        )
+
+    assert told("[2.3, 2.301].map(one => rounded(one, 0.001))") == ["2.300", "2.301"]
+    assert told("[52310, 52320].map(one => rounded(one, 10))") == ["52.31 k", "52.32 k"]
+    assert told("[1e-4, 1.1e-4].map(one => rounded(one, 1e-5))") == ["1.0e-4", "1.1e-4"]
+    assert told("across(1, 3, 12, 'step')") == [1, 2, 3]
+    assert told("across(101, 299, 2, 'step')") == [150, 200, 250]
+
+    def times(low: float, high: float) -> list[str]:
+        found = f"across({low}, {high}, 4, 'time')"
+        return told(f"{found}.map((one, _, all) => elapsed(one, all[1] - all[0]))")
+
+    assert times(0, 0.8) == ["0s", "0.2s", "0.4s", "0.6s", "0.8s"]
+    assert times(0, 60) == ["0s", "15s", "30s", "45s", "1m 00s"]
+    assert times(3600, 3640) == [
+        "1h 00m 00s",
+        "1h 00m 10s",
+        "1h 00m 20s",
+        "1h 00m 30s",
+        "1h 00m 40s",
+    ]
+    assert times(0, 40000) == ["0s", "3h", "6h", "9h"]
+    assert times(0, 6000) == ["0s", "30m", "1h 00m", "1h 30m"]
+    assert times(86400 * 2, 86400 * 20) == ["5d", "10d", "15d", "20d"]
+
+
 def test_a_value_that_was_not_logged_says_what_it_is(tab: Tab, tmp_path: Path) -> None:
     made_up_run(tmp_path, "long", steps=3000, log_every=1)
     tip = (

@@ -1,9 +1,10 @@
 // Curves on a canvas: zoom by dragging, the values under the pointer, smoothing and log scale.
 import { fill, h } from "../playground/dom.js";
-import { short } from "./format.js";
+import { rounded, short } from "./format.js";
 
 const LIGHT = ["#c94f14", "#1f6f8b", "#2f7d4f", "#8e4fb3", "#a87908", "#c2386b", "#4a6fd0", "#6b7a1f", "#7a5c46", "#0f9b8e"];
 const DARK = ["#ff8b47", "#62bfdc", "#6cc48f", "#c08be0", "#e3b04b", "#f07aa6", "#8fa8ff", "#b4c45a", "#c2a08a", "#4fd1c5"];
+const TIMES = [1, 2, 5, 10, 15, 30, ...[1, 2, 5, 10, 15, 30].map((one) => 60 * one), ...[1, 2, 3, 6, 12, 24].map((one) => 3600 * one)];
 const FEW = 40; // so many points are drawn one by one, as they are
 const dark = matchMedia("(prefers-color-scheme: dark)");
 export const colourOf = (index) => (dark.matches ? DARK : LIGHT)[index % LIGHT.length];
@@ -16,11 +17,20 @@ function kind({ smooth, n, x }) {
 }
 
 /** Round numbers from low to high. */
-export function ticks(low, high, wanted) {
+export function ticks(low, high, wanted, kind = "number") {
   const rough = (high - low) / Math.max(wanted, 1), power = 10 ** Math.floor(Math.log10(rough));
-  const step = [1, 2, 5, 10].map((one) => one * power).find((one) => one >= rough) ?? 10 * power;
+  const steps = kind === "time" && rough > 1 ? TIMES : [1, 2, 5, 10].map((one) => one * power);
+  let step = steps.find((one) => one >= rough) ?? Math.ceil(rough / steps.at(-1)) * steps.at(-1);
+  if (kind === "step") step = Math.max(step, 1);
   const found = [];
   for (let value = Math.ceil(low / step) * step; value <= high + step * 1e-9; value += step) found.push(Math.abs(value) < step * 1e-9 ? 0 : value);
+  return found;
+}
+
+/** Labels of the horizontal axis, at least two where there are two to be had. */
+export function across(low, high, wanted, kind) {
+  let found = [];
+  for (let more = 0; found.length < 2 && more < 4; more += 1) found = ticks(low, high, wanted + more, kind);
   return found;
 }
 
@@ -87,11 +97,12 @@ export class Chart {
     for (const { lost } of this.#lost(...(range ?? []))) { x0 = Math.min(x0, lost); x1 = Math.max(x1, lost); }
     if (range) [x0, x1] = range;
     if (x0 === Infinity || y0 === Infinity) return null;
-    if (x0 === x1) x1 = x0 + 1;
+    const only = x0 === x1 ? x0 : null;
+    if (only !== null) { x0 -= 0.5; x1 += 0.5; }
     if (y0 === y1) { y0 -= Math.abs(y0) * 0.1 || 0.5; y1 += Math.abs(y1) * 0.1 || 0.5; }
     this.isLog = log && y0 > 0;
     const pad = this.isLog ? (y1 / y0) ** 0.06 : (y1 - y0) * 0.06;
-    return { x0, x1, y0: this.isLog ? y0 / pad : y0 - pad, y1: this.isLog ? y1 * pad : y1 + pad };
+    return { only, x0, x1, y0: this.isLog ? y0 / pad : y0 - pad, y1: this.isLog ? y1 * pad : y1 + pad };
   }
 
   /** The series that cease to be finite, where that is in sight. */
@@ -116,16 +127,18 @@ export class Chart {
     const bounds = this.#bounds();
     if (!bounds) { c.fillStyle = soft; c.textAlign = "center"; c.fillText(this.series.some(({ lost }) => lost !== null) ? "no finite number here" : "nothing logged here yet", width / 2, height / 2); return; }
     const yTicks = this.isLog ? logTicks(bounds.y0, bounds.y1) : ticks(bounds.y0, bounds.y1, Math.max(2, height / 55));
-    const left = Math.ceil(Math.max(...yTicks.map((value) => c.measureText(short(value)).width), 18)) + 10, right = width - 6, top = 8, bottom = height - 22;
+    const apart = yTicks[1] - yTicks[0], label = (value) => (yTicks.length < 2 || (this.isLog && yTicks[1] >= 2 * yTicks[0]) ? short(value) : rounded(value, apart));
+    const left = Math.ceil(Math.max(...yTicks.map((value) => c.measureText(label(value)).width), 18)) + 10, right = width - 6, top = 8, bottom = height - 22;
     const x = (value) => left + ((value - bounds.x0) / (bounds.x1 - bounds.x0)) * (right - left);
     const lift = this.isLog ? (value) => (Math.log(value) - Math.log(bounds.y0)) / (Math.log(bounds.y1) - Math.log(bounds.y0)) : (value) => (value - bounds.y0) / (bounds.y1 - bounds.y0);
     const y = (value) => bottom - lift(this.isLog ? Math.max(value, bounds.y0) : value) * (bottom - top);
     this.box = { ...bounds, left, right, top, bottom, x, y, width, height };
     c.strokeStyle = line; c.fillStyle = soft; c.lineWidth = 1; c.textBaseline = "middle"; c.textAlign = "right";
-    for (const value of yTicks) { const at = Math.round(y(value)) + 0.5; c.beginPath(); c.moveTo(left, at); c.lineTo(right, at); c.stroke(); c.fillText(short(value), left - 7, at); }
+    for (const value of yTicks) { const at = Math.round(y(value)) + 0.5; c.beginPath(); c.moveTo(left, at); c.lineTo(right, at); c.stroke(); c.fillText(label(value), left - 7, at); }
     c.textBaseline = "alphabetic"; c.textAlign = "center";
-    for (const value of ticks(bounds.x0, bounds.x1, Math.max(2, (right - left) / 95))) { const text = this.options.formatX(value), half = c.measureText(text).width / 2; c.fillText(text, Math.min(Math.max(x(value), left + half - 4), right - half), height - 5); }
-    c.save(); c.beginPath(); c.rect(left, top - 4, right - left, bottom - top + 8); c.clip();
+    const xTicks = bounds.only === null ? across(bounds.x0, bounds.x1, Math.max(2, (right - left) / 95), this.options.axis) : [bounds.only];
+    for (const value of xTicks) { const text = this.options.formatX(value, xTicks.length > 1 ? xTicks[1] - xTicks[0] : undefined), half = c.measureText(text).width / 2; c.fillText(text, Math.min(Math.max(x(value), left + half - 4), right - half), height - 5); }
+    c.save(); c.beginPath(); c.rect(left - 5, top - 4, right - left + 10, bottom - top + 8); c.clip();
     for (const one of this.series) this.#line(c, one, x, y);
     c.restore();
     this.#lost(bounds.x0, bounds.x1).forEach((one, row) => this.#end(c, one, Math.round(x(one.lost)) + 0.5, row));
@@ -199,7 +212,7 @@ export class Chart {
     if (Math.abs(at - from) < 8) return;
     const value = (place) => x0 + ((Math.min(Math.max(place, left), right) - left) / (right - left)) * (x1 - x0);
     this.#leave();
-    this.zoom?.(value(Math.min(from, at)), value(Math.max(from, at)));
+    this.zoom?.(Math.floor(value(Math.min(from, at))), Math.ceil(value(Math.max(from, at)))); // whole steps, tokens, seconds
   }
 }
 

@@ -2,12 +2,12 @@
 import { fill, h, segmented } from "../playground/dom.js";
 import { api, query } from "./app.js";
 import { Chart, colourOf } from "./chart.js";
-import { count, duration, whole } from "./format.js";
+import { count, elapsed, rounded, whole } from "./format.js";
 
 const FIRST = ["train/loss", "validation/loss", "train/lr", "train/grad_norm", "train/tokens_per_s", "train/mfu", "memory/peak_gb", "gpu/util"];
 const MOST_BANDS = 4;
 const state = { axis: "step", smoothing: 0, log: false };
-const FORMATS = { step: whole, tokens: count, time: duration };
+const FORMATS = { step: whole, tokens: (value, apart) => (apart ? rounded(value, apart) : count(value)), time: elapsed };
 const NAMES = { "train/loss": "Training loss", "validation/loss": "Validation loss", "train/lr": "Learning rate", "train/grad_norm": "Gradient norm", "train/tokens_per_s": "Tokens per second", "train/mfu": "Model FLOPs utilisation", "memory/peak_gb": "Peak memory, GB", "gpu/util": "GPU use", "gpu/memory": "GPU memory", "train/examples_per_s": "Examples per second" };
 
 /** Shows the curves of `runs` in `root`; resolves to { refresh, close }. */
@@ -72,7 +72,7 @@ export async function showCurves(root, runs, names = {}) {
         charts.set(key, { card, chart: new Chart(box, { zoom }) });
       }
       const series = runs.map((run, index) => ({ name: names[run] ?? run, run, index, ...(latest[key][run] ?? { x: [], y: [], lost: null }) })).filter((one) => !hidden.has(one.run) && (one.x.length || one.lost !== null));
-      charts.get(key).chart.set(series, { log: state.log, range, label: NAMES[key] ?? key, formatX: FORMATS[state.axis], unit: state.axis === "step" ? "step " : "" });
+      charts.get(key).chart.set(series, { log: state.log, range, label: NAMES[key] ?? key, axis: state.axis, formatX: FORMATS[state.axis], unit: state.axis === "step" ? "step " : "" });
     }
     if (!keys.length) fill(grid, h("div", { class: "card empty" }, h("b", {}, "Nothing was logged yet"), state.axis === "tokens" ? "Tokens are known where the recipe has train.global_batch and data.seq_len." : "Curves appear with the first logged step."));
     else for (const empty of grid.querySelectorAll(":scope > .empty")) empty.remove();

@@ -10,6 +10,16 @@ export function short(value, digits = 4) {
   return String(Number(value.toPrecision(digits)));
 }
 
+/** A label of an axis, with only as many figures as labels that are `apart` need. */
+export function rounded(value, apart) {
+  if (!value) return "0";
+  const size = Math.abs(value), power = (one) => Math.floor(Math.log10(one) + 1e-9), digits = Math.min(Math.max(power(size) - power(apart) + 1, 1), 15);
+  if (size < 1e-3) return value.toExponential(digits - 1);
+  if (size < 1e4) return value.toFixed(Math.max(-power(apart), 0));
+  const [unit, name] = UNITS.find(([one]) => size >= one);
+  return `${Number((value / unit).toPrecision(digits))} ${name}`;
+}
+
 /** The 95 % interval of a metric, or that it is not known. */
 export function interval({ ci_low: low, ci_high: high }) {
   return low === null ? "not known" : `${short(low)} to ${short(high)}`;
@@ -32,6 +42,14 @@ export function duration(seconds) {
   if (all < 3600) return `${Math.floor(all / 60)}m ${two(all % 60)}s`;
   if (all < 172800) return `${Math.floor(all / 3600)}h ${two((all % 3600) / 60)}m`;
   return `${Math.floor(all / 86400)}d ${two((all % 86400) / 3600)}h`;
+}
+
+/** A time since the beginning, down to the unit in which labels that are `apart` differ. */
+export function elapsed(seconds, apart = 1) {
+  if (apart < 1) return `${rounded(seconds, apart)}s`;
+  const all = Math.round(seconds), parts = [[Math.floor(all / 86400), "d", 0], [Math.floor(all / 3600) % 24, "h", 86400], [Math.floor(all / 60) % 60, "m", 3600], [all % 60, "s", 60]];
+  const first = Math.max(parts.findIndex(([value]) => value), 0), told = parts.filter(([value, , most], index) => index >= first && (!most || apart < most || apart % most));
+  return all ? told.map(([value, unit], index) => `${index ? String(value).padStart(2, "0") : value}${unit}`).join(" ") : "0s";
 }
 
 export function ago(when) {
