@@ -303,4 +303,12 @@ FAULTS = [
         "an end that a file names by its text is never met, and each answer goes on to its limit",
         "tests/models/generation/test_generator.py",
     ),
+    Fault(
+        "closed-and-never-gone",
+        "ingot/serve/http/connection.py",
+        "        transport.set_write_buffer_limits(high=0)\n",
+        "",
+        "connections whose clients read nothing stay open until a server has no more of them",
+        "tests/serve/http/test_connection.py",
+    ),
 ]

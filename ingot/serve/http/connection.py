@@ -67,6 +67,9 @@ class BoundedConnection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        # Whatever waits for the reader is timed. A transport that is closed first sends what it
+        # holds, be it little, and without a limit of time to a client that reads nothing.
+        transport.set_write_buffer_limits(high=0)
         self._head = self.loop.call_later(HEAD_S, self._end)
 
     def connection_lost(self, exc: Exception | None) -> None:

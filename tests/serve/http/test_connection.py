@@ -107,6 +107,34 @@ def test_an_answer_that_nobody_reads_ends_its_connection() -> None:
     talk(deaf)
 
 
+@pytest.mark.usefixtures("soon")
+def test_a_connection_that_is_closed_does_not_wait_for_its_reader(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The kernel has taken most of the answer, and what is left is less than a transport minds."""
+    transports, made = list[asyncio.Transport](), BoundedConnection.connection_made
+
+    def connection_made(self: BoundedConnection, transport: asyncio.Transport) -> None:
+        transports.append(transport)
+        made(self, transport)
+
+    async def just_too_much(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        while not transports[0].is_closing() and not transports[0].get_write_buffer_size():
+            await send({"type": "http.response.body", "body": bytes(1 << 15), "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def deaf(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.transport.pause_reading()  # type: ignore[attr-defined]
+        writer.write(b"GET / HTTP/1.1\r\nHost: here\r\nConnection: close\r\n\r\n")
+        while not transports:
+            await asyncio.sleep(0.01)
+
+    monkeypatch.setattr(BoundedConnection, "connection_made", connection_made)
+    monkeypatch.setattr(f"{__name__}.app", just_too_much)
+    talk(deaf)
+
+
 def test_others_get_their_turn_while_a_body_in_many_chunks_is_parsed() -> None:
     chunks, turns = b"1\r\na\r\n" * 20_000, 0
 
