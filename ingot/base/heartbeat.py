@@ -7,6 +7,7 @@ setting the clock back does no harm; the wall clock is stored beside it, for dis
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import struct
@@ -66,6 +67,13 @@ class Heartbeat:
     """Seconds since this attempt's last committed checkpoint (or its start), by use: the time lost
     if it dies now.
     """
+
+    @property
+    def order(self) -> tuple[int, float]:
+        """Later beats of a run have a greater one. The attempt comes first: it may be on a machine
+        whose clock is behind that of the one before.
+        """
+        return self.attempt, self.wall if math.isfinite(self.wall) else 0.0
 
 
 def heartbeat_file(folder: Path) -> Path:
@@ -182,11 +190,18 @@ def beats_of_main(folder: Path) -> list[Heartbeat]:
     return [beat for beat in found if beat.rank == 0]
 
 
+def last_beat(folder: Path) -> Heartbeat | None:
+    """The last heartbeat of rank 0, that of the last attempt."""
+    return max(beats_of_main(folder), key=lambda beat: beat.order, default=None)
+
+
 def heard_elsewhere(folder: Path) -> bool:
-    """Whether a rank on another machine has beaten within FRESH_S and is not over."""
-    here, since = host_name(), time.time() - FRESH_S
+    """Whether a rank on another machine has beaten within FRESH_S and is not over. One from as far
+    in the future is of a clock that is ahead, and may be of any time.
+    """
+    here, now = host_name(), time.time()
     return any(
-        beat.wall > since and beat.phase != "over"
+        abs(beat.wall - now) < FRESH_S and beat.phase != "over"
         for path in folder.glob("*")
         if path.name != here and not path.name.startswith(f"{here}-")
         for beat in read_beats(path)

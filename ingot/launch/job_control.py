@@ -72,7 +72,7 @@ class LocalJob:
         beats = [
             beat for path in (self._root / "heartbeats").glob("*") for beat in read_beats(path)
         ]
-        beat = max(beats, key=lambda beat: beat.wall, default=None)
+        beat = max(beats, key=lambda beat: beat.order, default=None)
         return f", {beat.step:,} steps done, {beat.phase}" if beat else ""
 
     def log(self) -> JobLog:

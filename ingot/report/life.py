@@ -4,12 +4,11 @@ step it is safe up to.
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterable
 from typing import Any
 
-from ingot.base.heartbeat import Heartbeat, beats_of_main, heard_elsewhere
+from ingot.base.heartbeat import Heartbeat, heard_elsewhere
 from ingot.base.runfolder import RUN_LOCK, RunFolder, lock_holder
 from ingot.report.incidents import whole
 from ingot.report.metrics import is_number
@@ -30,15 +29,6 @@ def at_work(run: RunFolder) -> bool:
     holders = [lock_holder(run.root, name) for name in ("lock", RUN_LOCK)]
     return any(holder not in (None, os.getpid()) for holder in holders) or heard_elsewhere(
         run.heartbeats
-    )
-
-
-def last_beat(run: RunFolder) -> Heartbeat | None:
-    """The last heartbeat of rank 0 of the last attempt."""
-    return max(
-        beats_of_main(run.heartbeats),
-        key=lambda beat: (beat.attempt, beat.wall if math.isfinite(beat.wall) else 0.0),
-        default=None,
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from ingot.base.heartbeat import last_beat
 from ingot.base.masking import masked
 from ingot.base.reports import (
     EvaluationReport,
@@ -25,7 +26,7 @@ from ingot.base.runlog import read_lines
 from ingot.config.models.lineage import earlier_model
 from ingot.report.formatting import median, timestamp
 from ingot.report.goodput import Goodput, goodput
-from ingot.report.life import ENDS, FAILED, at_work, last_beat, last_changed, last_sign, saved_step
+from ingot.report.life import ENDS, FAILED, at_work, last_changed, last_sign, saved_step
 from ingot.report.metrics import MEMORY, MetricsFile, is_number
 from ingot.report.reading import (
     Reading,
@@ -291,7 +292,7 @@ def read_run(run: RunFolder, doing: str = "", metrics: MetricsFile | None = None
     )
     if (other := other_model(run, evaluation)) is not None:
         evaluation, earlier = None, {*earlier, "gate", "serve"}
-    running, beat = bool(doing) or at_work(run), last_beat(run)
+    running, beat = bool(doing) or at_work(run), last_beat(run.heartbeats)
     return RunView(
         name=str(recipe.get("name") or run.root.resolve().name),
         root=run.root,

@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 
-from ingot.base.heartbeat import TIME_USES, HeartbeatWriter, Phase, TimeUse, beats_of_main
+from ingot.base.heartbeat import TIME_USES, HeartbeatWriter, Phase, TimeUse, last_beat
 from ingot.base.runfolder import RunFolder
 from ingot.base.runlog import read_lines, record_event
 from ingot.checkpoints.saver import Saved
@@ -60,7 +60,7 @@ def record_lost_time(run: RunFolder, events: EventSink) -> None:
     An attempt that ended in good order left the phase "over". Heartbeat files lie in the run
     folder, so the machine that it ran on does not matter.
     """
-    died = max(beats_of_main(run.heartbeats), key=lambda beat: beat.wall, default=None)
+    died = last_beat(run.heartbeats)
     if died is None or died.phase == "over" or not any(died.spent.values()):
         return
     kept = next((found.step for found in committed(run.checkpoints)), 0)

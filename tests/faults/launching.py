@@ -508,4 +508,20 @@ FAULTS = [
         "on a Mac a killed run's folder is held by whatever has its id now, which is to be stopped",
         "tests/base/test_runfolder.py",
     ),
+    Fault(
+        "the-last-beat-by-the-clock",
+        "ingot/base/heartbeat.py",
+        "return self.attempt, self.wall",
+        "return 0, self.wall",
+        "after a machine with a fast clock the time that others lose is told as that of the first",
+        "tests/train/test_goodput.py",
+    ),
+    Fault(
+        "heard-from-the-future",
+        "ingot/base/heartbeat.py",
+        "abs(beat.wall - now) < FRESH_S",
+        "beat.wall > now - FRESH_S",
+        "a training that was killed counts as running until its machine's fast clock is reached",
+        "tests/report/test_life.py",
+    ),
 ]

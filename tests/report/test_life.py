@@ -119,6 +119,16 @@ def test_a_run_on_another_machine_is_at_work_while_it_is_heard_of(
     assert read_run(run).broken_off
 
 
+def test_a_machine_whose_clock_was_ahead_is_not_heard_of_until_then(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as ahead:
+        ahead.setattr("time.time", lambda now=time.time: now() + 86_400)
+        HeartbeatWriter(run.heartbeats, rank=0, local_rank=0, attempt=1).beat("step", step=100)
+    heartbeat_file(run.heartbeats).rename(run.heartbeats / "another")
+    assert read_run(run).broken_off
+
+
 def test_copied_files_are_no_sign_of_life(run: RunFolder) -> None:
     """A copy has their times anew."""
     os.utime(run.metrics)
