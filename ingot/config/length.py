@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from fractions import Fraction
 
 from ingot.base.errors import WrongInput
@@ -29,6 +30,17 @@ def steps_of(recipe: Recipe, rows: int, begin: int = 0) -> int:
             f" train.global_batch={train.global_batch}; skip fewer, or train more epochs"
         )
     return total_steps(train, rows * per_row, recipe.data.seq_len, skipped * per_row)
+
+
+def rows_come_to(recipe: Recipe, steps: int) -> int:
+    """How many rows of the data's order a training has come to after so many steps (from 1). Where
+    it samples answers, the rollout that it lies inside of counts as a whole, and so do those that
+    are sampled ahead.
+    """
+    objective = recipe.objective
+    updates, ahead = getattr(objective, "updates", 1), getattr(objective, "staleness", 0)
+    begun = (math.ceil(steps / updates) + ahead) * updates
+    return math.ceil(begun * recipe.train.global_batch / objective.samples_per_row)
 
 
 def _left_out(ranges: list[tuple[int, int]], first: int, after: Fraction) -> Fraction:

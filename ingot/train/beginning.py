@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ingot.base.errors import WrongInput
 from ingot.base.markers import fingerprint
 from ingot.checkpoints.store import CommittedCheckpoint, checkpoint_in
-from ingot.config.length import steps_of
+from ingot.config.length import rows_come_to, steps_of
 from ingot.config.recipe import Recipe
 from ingot.config.shape import BatchPlan
 from ingot.data.batches.order import sequence_position
@@ -47,7 +48,8 @@ def find_beginning(recipe: Recipe, identity: Mapping[str, Any], *, fresh: bool) 
     """Where a training with `train.start_from` begins, or began if it is to be resumed: what lies
     there by now may be a later checkpoint, or none.
     """
-    own = None if fresh else resumable(recipe.folder, identity, recipe.resume.allow)
+    allow, come_to = recipe.resume.allow, partial(rows_come_to, recipe)
+    own = None if fresh else resumable(recipe.folder, identity, allow, come_to)
     if own is None:
         return _origin(recipe, identity)
     begun = own.commit["begun"]

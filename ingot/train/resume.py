@@ -51,6 +51,7 @@ def find_start(
     newest: CommittedCheckpoint | None = None,
     allow: Collection[str] = (),
     reads: Collection[str] = FIELDS,
+    come_to: Callable[[int], int] | None = None,
     on_change: Callable[[CommittedCheckpoint, str], None] = lambda found, changed: None,
     before_anew: Callable[[], None] = lambda: None,
     last: int | None = None,
@@ -61,7 +62,8 @@ def find_start(
     is used again; `identity` is the recipe's own, without what a roll-back has left out. Knobs in
     `allow` may differ; `on_change` is then called with the differences. `newest` is the newest
     valid checkpoint if somebody has verified it already. Damaged ones that are newer than the one
-    found are set aside. `reads`: what this training reads in its marker. `before_anew` is called
+    found are set aside. `reads`: what this training reads in its marker. `come_to`: how many rows
+    of the data's order so many steps have come to, one a sample by default. `before_anew` is called
     before anything is moved when training starts anew; if it raises, nothing has changed. `last`:
     the steps that the recipe asks for.
 
@@ -73,7 +75,7 @@ def find_start(
     found = None if fresh else newest or newest_valid(run.checkpoints)
     if found is not None:
         check_fields(found)
-        before, now, differ = _compared(found, identity)
+        before, now, differ = _compared(found, identity, come_to)
         if all(_may_differ(key, before, now, allow) for key in differ):
             check_fields(found, reads)
             if differ:
@@ -102,6 +104,7 @@ def find_start(
         newest=bring_back(run, place),
         allow=allow,
         reads=reads,
+        come_to=come_to,
         on_change=on_change,
         before_anew=before_anew,
         last=last,
@@ -109,7 +112,10 @@ def find_start(
 
 
 def resumable(
-    run: RunFolder, identity: Mapping[str, Any], allow: Collection[str]
+    run: RunFolder,
+    identity: Mapping[str, Any],
+    allow: Collection[str],
+    come_to: Callable[[int], int] | None = None,
 ) -> CommittedCheckpoint | None:
     """The newest checkpoint of the training that `find_start` will go on with; None if it will
     start anew. Nothing is verified or moved.
@@ -117,7 +123,7 @@ def resumable(
     for found in committed(run.checkpoints)[:1]:
         if any(field not in found.commit for field in FIELDS):
             return None
-        before, now, differ = _compared(found, identity)
+        before, now, differ = _compared(found, identity, come_to)
         if all(_may_differ(key, before, now, allow) for key in differ):
             return found
     place = place_of(run, identity)
@@ -125,13 +131,17 @@ def resumable(
 
 
 def _compared(
-    found: CommittedCheckpoint, identity: Mapping[str, Any]
+    found: CommittedCheckpoint, identity: Mapping[str, Any], come_to: Callable[[int], int] | None
 ) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
     """The identity of a checkpoint's training and `identity`, as far as training has come, and the
     parts in which they differ.
     """
     identity = _with_left_out(identity, found)
-    before, now = _so_far(found.commit["identity"], found), _so_far(identity, found)
+    batch = int(identity["train.global_batch"])
+    rows = found.step * batch if come_to is None else come_to(found.step)
+    known = found.commit["identity"]
+    place = sequence_position(rows, [(first, end) for first, end in known.get("data.skip", [])])
+    before, now = _so_far(known, place), _so_far(identity, place)
     return before, now, [key for key in {**before, **now} if before.get(key) != now.get(key)]
 
 
@@ -213,15 +223,10 @@ def _refused(
     )
 
 
-def _so_far(identity: Mapping[str, Any], found: CommittedCheckpoint) -> dict[str, Any]:
-    """The identity without the `data.skip` ranges that training has not reached yet: those may
-    still be changed.
+def _so_far(identity: Mapping[str, Any], place: int) -> dict[str, Any]:
+    """The identity without the `data.skip` ranges from `place` on, which training has not reached
+    yet: those may still be changed.
     """
-    skipped = found.commit["identity"].get("data.skip", [])
-    place = sequence_position(
-        found.step * int(identity["train.global_batch"]),
-        [(first, after) for first, after in skipped],
-    )
     return {
         **keys_hidden(dict(identity)),
         "data.skip": [list(span) for span in identity.get("data.skip", []) if span[0] < place],

@@ -18,6 +18,7 @@ from ingot.base.reports import VerbOutcome, file_sizes
 from ingot.base.runlog import read_lines
 from ingot.checkpoints.store import CommittedCheckpoint
 from ingot.config.automatic import Planner
+from ingot.config.length import rows_come_to
 from ingot.config.models.weights import model_hash
 from ingot.config.recipe import Recipe
 from ingot.data.batches.prompts import check_prompts
@@ -239,6 +240,7 @@ def _find_start(
         newest=newest,
         allow=recipe.resume.allow,
         reads=(*FIELDS, "rollout") if recipe.objective.samples_answers else FIELDS,
+        come_to=partial(rows_come_to, recipe),
         before_anew=before_anew,
         last=setup.last,
         on_change=lambda found, changed: events.emit("changed", step=found.step, cause=changed),

@@ -888,7 +888,7 @@ FAULTS = [
     Fault(
         "where-other-data-began-is-asked-anew",
         "ingot/train/beginning.py",
-        "None if fresh else resumable(recipe.folder, identity, recipe.resume.allow)",
+        "None if fresh else resumable(recipe.folder, identity, allow, come_to)",
         "None",
         "a resumed stage reads its data from elsewhere, since the run that it started from went on",
         "tests/train/test_origin.py",
@@ -896,7 +896,7 @@ FAULTS = [
     Fault(
         "an-early-end-is-not-logged",
         "ingot/train/hooks.py",
-        "        if self._is_over():\n",
+        "        if self._evaluation.is_over or self._evaluation.owes:\n",
         "        if False:\n",
         "tokens and loss of a training that ended early are told as of its last logged line",
         "tests/train/test_run.py",
@@ -1266,7 +1266,7 @@ FAULTS = [
     Fault(
         "waits-and-is-forgotten",
         "ingot/train/checkpointing.py",
-        "start is not None and bool(start.commit.get(\"waiting\"))",
+        'start is not None and bool(start.commit.get("waiting"))',
         "False",
         "a mean of checkpoints lacks the one that waited while a signal came",
         "tests/train/test_skipping.py",
@@ -1286,5 +1286,21 @@ FAULTS = [
         "if False:  # the next",
         "a training that goes back reads its checkpoint until the time that a signal gave is over",
         "tests/train/test_skipping.py",
+    ),
+    Fault(
+        "come-to-in-answers",
+        "ingot/config/length.py",
+        "    return math.ceil(begun * recipe.train.global_batch / objective.samples_per_row)\n",
+        "    return begun * recipe.train.global_batch\n",
+        "prompts that are to be left out are counted as trained on, or the other way round",
+        "tests/train/rollout/test_rollout.py",
+    ),
+    Fault(
+        "come-to-without-what-is-ahead",
+        "ingot/config/length.py",
+        "(math.ceil(steps / updates) + ahead)",
+        "math.ceil(steps / updates)",
+        "prompts are left out whose answers, sampled ahead, are still trained on",
+        "tests/train/rollout/test_rollout.py",
     ),
 ]

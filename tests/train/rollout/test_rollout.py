@@ -16,6 +16,7 @@ from ingot.base import progress
 from ingot.base.errors import WrongInput
 from ingot.base.runlog import read_lines
 from ingot.checkpoints.store import COMMIT, committed
+from ingot.config.length import rows_come_to
 from ingot.config.recipe import Recipe
 from ingot.data.batches.prompts import PromptReader
 from ingot.data.batches.rows import Rows, open_rows
@@ -180,6 +181,29 @@ def test_an_epoch_is_a_pass_over_the_prompts(
     assert planned_steps(recipe, Range.exactly(float(len(setup.rows)))) == Range.exactly(
         float(setup.last)
     )
+
+
+@pytest.mark.parametrize(
+    ("settings", "rows"),
+    [({}, 4), ({"group": 16}, 1), ({"updates": 3, "sample_again": 1}, 8), ({"staleness": 1}, 8)],
+)
+def test_a_step_has_come_to_all_prompts_that_are_answered(
+    settings: dict[str, Any], rows: int, ready: Path
+) -> None:
+    """All of the rollout that it lies inside of, and of those that are sampled ahead."""
+    assert rows_come_to(digits_recipe(ready, settings), 1) == rows
+
+
+def test_prompts_that_were_come_to_are_left_out_no_more(ready: Path, tmp_path: Path) -> None:
+    """Those are rows, of which a step has several answers each."""
+    knobs: dict[str, Any] = {"train__steps": 2, "checkpoint__every": 1}
+    train_until(1, apart(ready, tmp_path, **knobs))
+    behind, ahead = (
+        digits_recipe(tmp_path, **knobs, data__skip=[[place, place + 2]]) for place in (3, 4)
+    )
+    with pytest.raises(WrongInput, match=r"of another recipe: data\.skip"):
+        train(behind)
+    train(ahead)
 
 
 def test_groups_that_teach_nothing_make_room_for_others(ready: Path, tmp_path: Path) -> None:
