@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ingot.base.errors import Failed
+from ingot.base.errors import WrongInput
 from ingot.checkpoints.collective import run_on_all
 from ingot.checkpoints.state import MODEL, allocate_state, copy_back, mismatches, training_tensors
 from ingot.checkpoints.store import CommittedCheckpoint
@@ -21,13 +21,19 @@ from ingot.parallel.mesh import Mesh
 
 
 def load_checkpoint(
-    found: CommittedCheckpoint, masters: Masters, optimizer: Optimizer | None, mesh: Mesh
+    found: CommittedCheckpoint,
+    masters: Masters,
+    optimizer: Optimizer | None,
+    mesh: Mesh,
+    *,
+    otherwise: str = "use --fresh, or the recipe that wrote it",
 ) -> None:
     """Load weights and optimizer state in place from a checkpoint of any layout; without an
-    optimizer, only the weights. Collective: each rank reads its own shards.
+    optimizer, only the weights. Collective: each rank reads its own shards. `otherwise`: what to do
+    where it is that of another model.
 
     Raises:
-        Failed: tensors are missing or have another shape; all are named, none is loaded.
+        WrongInput: tensors are missing or have another shape; all are named, none is loaded.
     """
     stored = stored_tensors(found.folder)
     if optimizer is not None:
@@ -40,9 +46,9 @@ def load_checkpoint(
     }
     if wrong := mismatches(tensors, there, mesh):
         more = f" and {len(wrong) - 8} more" if len(wrong) > 8 else ""
-        raise Failed(
-            f"checkpoint {found.folder} does not fit this model: {'; '.join(wrong[:8])}{more}; use"
-            " --fresh, or the recipe that wrote it"
+        raise WrongInput(
+            f"checkpoint {found.folder} does not fit this model: {'; '.join(wrong[:8])}{more};"
+            f" {otherwise}"
         )
     run_on_all(mesh, lambda: read_tensors(found.folder, stored, tensors), lambda _: None)
     copy_back(masters, optimizer, tensors)

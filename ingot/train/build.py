@@ -18,7 +18,7 @@ from ingot.base.progress import say
 from ingot.checkpoints.collective import run_on_all
 from ingot.checkpoints.reader import load_checkpoint
 from ingot.checkpoints.store import CommittedCheckpoint
-from ingot.config.identity import WEIGHTS_OF, weights_fingerprint
+from ingot.config.identity import WEIGHTS_OF, changes, weights_fingerprint
 from ingot.config.models.content import CHANGED, QUANTIZE
 from ingot.config.models.lineage import read_lineage
 from ingot.config.models.source import CONFIG, model_config
@@ -71,11 +71,14 @@ class TrainState:
 
 
 def check_origin(setup: TrainSetup) -> None:
-    """Raises WrongInput if the optimizer cannot take over the state of another run's checkpoint.
-    Only a training that begins asks; one that is resumed has a state of its own.
+    """Raises WrongInput if the model or its optimizer cannot take over the state of another run's
+    checkpoint. Only a training that begins asks; one that is resumed has a state of its own.
     """
     knobs = setup.recipe.train
-    if setup.origin is None or knobs.reset_optimizer:
+    if setup.origin is None:
+        return
+    _check_origin_adapter(setup, setup.origin)
+    if knobs.reset_optimizer:
         return
     old = trained_with(setup.origin, "train.optimizer")["kind"]
     if old != knobs.optimizer.kind:
@@ -83,6 +86,36 @@ def check_origin(setup: TrainSetup) -> None:
             f"train.start_from {knobs.start_from} has the state of train.optimizer.kind {old},"
             f" which {knobs.optimizer.kind} cannot take over; set train.reset_optimizer=true to"
             " begin with its weights alone"
+        )
+
+
+ADAPTER = ("kind", "rank", "alpha")
+"""The knobs of `model.lora` that say what its matrices are to the model."""
+
+
+def _check_origin_adapter(setup: TrainSetup, origin: CommittedCheckpoint) -> None:
+    """Raises WrongInput if only one of recipe and checkpoint has an adapter, or if the checkpoint's
+    was trained as another one, or beside another model: the state of one is not that of the other.
+    """
+    start_from, base = setup.recipe.train.start_from, f"{WEIGHTS_OF}model.source"
+    instead = f"set model.source={start_from} in place of train.start_from"
+    before, now = trained_with(origin, "model")["lora"], setup.identity["model"]["lora"]
+    if (before is None) != (now is None):
+        had, has = ("an", "no") if now is None else ("no", "a")
+        raise WrongInput(
+            f"train.start_from {start_from} was trained with {had} adapter, and the recipe has"
+            f" {has} model.lora; to train on from its model, {instead}"
+        )
+    if before is None:
+        return
+    old, new = (
+        {"model.lora": {knob: lora.get(knob) for knob in ADAPTER}, base: identity.get(base)}
+        for lora, identity in ((before, origin.commit["identity"]), (now, setup.identity))
+    )
+    if changed := changes(old, new):
+        raise WrongInput(
+            f"train.start_from {start_from} has an adapter of another kind ({'; '.join(changed)});"
+            f" undo the change, or {instead}"
         )
 
 
@@ -149,7 +182,9 @@ def build_train_state(
     if start is not None:
         load_checkpoint(start, masters, optimizer, mesh)
     elif setup.origin is not None:
-        load_checkpoint(setup.origin, masters, None if knobs.reset_optimizer else optimizer, mesh)
+        state = None if knobs.reset_optimizer else optimizer
+        otherwise = "train.start_from is for the model of the recipe that wrote it"
+        load_checkpoint(setup.origin, masters, state, mesh, otherwise=otherwise)
     if knobs.average is None or knobs.average.kind != "ema":
         drop_average(optimizer)
     reserve_state(optimizer)

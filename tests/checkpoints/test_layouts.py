@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ingot.base.errors import Failed
+from ingot.base.errors import WrongInput
 from ingot.checkpoints.reader import WholeWeights, load_checkpoint
 from ingot.checkpoints.state import training_tensors
 from ingot.checkpoints.store import COMMIT, checkpoint_in, step_folder
@@ -242,7 +242,7 @@ def refused(root: Path) -> list[str]:
         for name, other in (("tied", "untied"), ("untied", "tied"), ("untied", "257")):
             with running_mesh(Parallel(**layout)) as mesh:
                 _, masters, optimizer = train_state(name, layout, mesh)
-                with pytest.raises(Failed, match="does not fit this model") as error:
+                with pytest.raises(WrongInput, match="does not fit this model") as error:
                     load_checkpoint(
                         checkpoint_in(step_folder(root / other, 1)), masters, optimizer, mesh
                     )

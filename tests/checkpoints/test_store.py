@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ingot.base.errors import Failed
+from ingot.base.errors import Failed, WrongInput
 from ingot.base.markers import FileEntry
 from ingot.checkpoints.reader import load_checkpoint
 from ingot.checkpoints.state import training_tensors
@@ -265,7 +265,7 @@ def test_marker_tells_what_is_in_it(tmp_path: Path) -> None:
 
 def test_another_models_checkpoint_is_refused(tmp_path: Path) -> None:
     save(tmp_path, 1, tied=True)
-    with pytest.raises(Failed, match=r"does not fit this model: model\.lm_head\.weight"):
+    with pytest.raises(WrongInput, match=r"does not fit this model: model\.lm_head\.weight"):
         load(tmp_path, tied=False)
 
 

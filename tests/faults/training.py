@@ -840,8 +840,8 @@ FAULTS = [
     Fault(
         "the-last-step-is-not-judged",
         "ingot/train/trainer.py",
-        "                    hooks.skips.finish()\n",
-        "                    pass\n",
+        "                hooks.skips.finish()  # also",
+        "                # also",
         "a training whose last steps were all not taken ends as a success and is exported",
         "tests/train/test_skipping.py",
     ),
@@ -1302,5 +1302,13 @@ FAULTS = [
         "math.ceil(steps / updates)",
         "prompts are left out whose answers, sampled ahead, are still trained on",
         "tests/train/rollout/test_rollout.py",
+    ),
+    Fault(
+        "an-adapter-of-another-scale",
+        "ingot/train/build.py",
+        'ADAPTER = ("kind", "rank", "alpha")',
+        'ADAPTER = ("rank",)',
+        "a stage goes on with an adapter whose products count more or less than when it was trained",
+        "tests/train/test_origin.py",
     ),
 ]

@@ -282,8 +282,37 @@ def test_what_cannot_be_started_from_is_refused(two: tuple[Path, Path]) -> None:
     other = small_recipe(
         second, train__start_from=str(first / "runs" / "small"), model__config=wider
     )
-    with pytest.raises(Failed, match=r"does not fit this model: .* is wanted"):
+    with pytest.raises(WrongInput, match=r"does not fit this model: .* is wanted.* wrote it$"):
         train(other)
+
+
+def test_an_adapter_goes_on_as_the_one_that_it_was_alone(two: tuple[Path, Path]) -> None:
+    """Told before anything is built, with what does go on from the model."""
+    first, second = two
+    third, run = copy_of(second, second.parent / "three"), str(first / "runs" / "small")
+    train(small_recipe(first, train__steps=2))
+    base = {"model__source": run, "model__config": None, "train__steps": 3}
+    lora = {**base, "model__lora": "{rank: 2}"}
+    train(small_recipe(third, **{**lora, "train__steps": 2}))
+    whole, adapted = (
+        {"train__start_from": str(root / "runs" / "small")} for root in (first, third)
+    )
+    for knobs, told in (
+        (
+            {**lora, **whole},
+            rf"trained with no adapter, .* a model\.lora; .* set model\.source={run}",
+        ),
+        ({**base, **adapted}, r"trained with an adapter, .* no model\.lora; .* set model\.source="),
+        ({**lora, **adapted, "model__lora": "{rank: 4}"}, r"another kind \(.*rank 2 -> 4\); undo"),
+        ({**lora, **adapted, "model__lora": "{rank: 2, alpha: 8}"}, r"\(.*alpha 32\.0 -> 8\.0\)"),
+    ):
+        for reset in (False, True):
+            with pytest.raises(WrongInput, match=told):
+                train(small_recipe(second, **knobs, train__reset_optimizer=reset))
+    train(small_recipe(second, **lora, **adapted))
+    train(small_recipe(first, train__steps=3))
+    with pytest.raises(WrongInput, match=r"another kind \(the weights of model\.source .* -> "):
+        train(small_recipe(copy_of(third, third.parent / "four"), **lora, **adapted), fresh=True)
 
 
 def test_a_checkpoint_to_start_from_that_is_damaged_or_of_another_version_is_refused(
