@@ -109,7 +109,7 @@ def _check_origin_adapter(setup: TrainSetup, origin: CommittedCheckpoint) -> Non
     if before is None:
         return
     old, new = (
-        {"model.lora": {knob: lora.get(knob) for knob in ADAPTER}, base: identity.get(base)}
+        {"model.lora": {knob: lora[knob] for knob in ADAPTER}, base: identity.get(base)}
         for lora, identity in ((before, origin.commit["identity"]), (now, setup.identity))
     )
     if changed := changes(old, new):

@@ -52,7 +52,7 @@ class CheckpointHook:
         self.saved = first
         """The step of the newest checkpoint whose save has started."""
         self._last, self._averaged = last, averaged
-        self._due = self._waits = start is not None and bool(start.commit.get("waiting"))
+        self._due = self._waits = start is not None and bool(start.commit["waiting"])
         self._is_saving, self._has_begun = False, False
         # Only saves beside training copy the state, and want room for that.
         self._copies = knobs.best is not None or every.may_be_due(first, last)

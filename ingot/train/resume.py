@@ -37,7 +37,7 @@ from ingot.parallel.mesh import Mesh
 from ingot.train.earlier import LEFT_OUT, bring_back, place_of, set_aside
 
 FIELDS = (
-    *("identity", "finished", "run_id", "due", "learning_rate"),
+    *("identity", "finished", "run_id", "due", "waiting", "learning_rate"),
     *("watched", "owed", "left_out", "skipped", "skipped_in_row", "begun"),
 )
 """What every training reads in the marker of the checkpoint that it goes on from."""

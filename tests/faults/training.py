@@ -1266,7 +1266,7 @@ FAULTS = [
     Fault(
         "waits-and-is-forgotten",
         "ingot/train/checkpointing.py",
-        'start is not None and bool(start.commit.get("waiting"))',
+        'start is not None and bool(start.commit["waiting"])',
         "False",
         "a mean of checkpoints lacks the one that waited while a signal came",
         "tests/train/test_skipping.py",
