@@ -9,6 +9,7 @@ longest answer; here each row gets its own.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -108,6 +109,9 @@ class Seq2SeqStep:
 
     def __init__(self, model: Seq2Seq) -> None:
         self._model = model
+        # transformers calls it `cache` since 5.24, and its models say so.
+        new = "cache" in inspect.signature(model.inner.forward).parameters
+        self._cache = "cache" if new else "past_key_values"
         relative = model.config.model_type in RELATIVE
         self._positions = None if relative else _RowPositions(model)
 
@@ -126,10 +130,10 @@ class Seq2SeqStep:
             encoder_outputs=state["encoder_outputs"],
             attention_mask=mask,
             decoder_input_ids=ids,
-            past_key_values=state["past_key_values"],
             use_cache=True,
+            **{self._cache: state[self._cache]},
         )
-        rows = Seq2SeqRows(out.past_key_values, mask, [ids.shape[1]] * len(sources))
+        rows = Seq2SeqRows(out[self._cache], mask, [ids.shape[1]] * len(sources))
         return OpenedRows(rows, ids, out.logits[:, -1].float(), processors)
 
     def advance(self, rows: Seq2SeqRows, tokens: Sequence[int]) -> Tensor:
@@ -148,8 +152,8 @@ class Seq2SeqStep:
                 attention_mask=rows.sources,
                 decoder_input_ids=ids,
                 decoder_attention_mask=seen.long(),
-                past_key_values=rows.cache,
                 use_cache=True,
+                **{self._cache: rows.cache},
             )
             last: Tensor = out.logits[:, -1].float()
             return last

@@ -4,7 +4,9 @@ are those they get alone.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -92,6 +94,36 @@ def check_answers_that_arrive(kind: str) -> None:
     ]
     alone = [answer_batch(model, [request])[0] for request in requests]
     found = arriving(Seq2SeqGenerator(model, decode=spell), requests)
+    assert [answer.text for answer in found] == [spell(answer.ids) for answer in alone]
+
+
+@pytest.mark.parametrize("name", ["past_key_values", "cache"])
+def test_the_cache_has_the_name_that_transformers_gives_it(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`cache` since 5.24; whichever is installed, the other is put over it here."""
+    model = model_of("t5")
+    requests = requests_of(3)
+    alone = [answer_batch(model, [request], [END])[0] for request in requests]
+    of_both = {"past_key_values", "cache"}
+    (own,) = of_both & set(inspect.signature(model.inner.forward).parameters)
+    forward, made = model.inner.forward, model.inner.generate
+
+    def renamed(**given: Any) -> Any:
+        found = forward(**{own if key in of_both else key: each for key, each in given.items()})
+        return found | {name: found[own]}
+
+    def generated(*sources: Any, **given: Any) -> Any:
+        with monkeypatch.context() as inside:
+            inside.delitem(vars(model.inner), "forward")
+            ids, processors, state = made(*sources, **given)
+        return ids, processors, {name if key == own else key: state[key] for key in state}
+
+    parameter = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY)
+    renamed.__signature__ = inspect.Signature([parameter])  # type: ignore[attr-defined]
+    monkeypatch.setitem(vars(model.inner), "forward", renamed)
+    monkeypatch.setitem(vars(model.inner), "generate", generated)
+    found = arriving(Seq2SeqGenerator(model, decode=spell, eos=[END]), requests)
     assert [answer.text for answer in found] == [spell(answer.ids) for answer in alone]
 
 
