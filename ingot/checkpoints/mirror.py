@@ -110,8 +110,9 @@ class BucketMirror:
         did not know of this one, is left alone.
         """
         marker, key = read_marker(folder, COMMIT), f"{folder.name}/{COMMIT}"
-        is_here = marker is not None and self._is_committed(folder.name)
-        if is_here and _same_files(self.bucket.get(key), marker):
+        if marker is None or not self._is_committed(folder.name):
+            return
+        if _same_files(self.bucket.get(key), marker):
             self.commit(folder)
 
     def retain(self, kept: Collection[str]) -> None:

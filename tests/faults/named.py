@@ -39,9 +39,9 @@ FAULTS = [
     ),
     Fault(
         "more-steps-than-asked",
-        "ingot/train/trainer.py",
-        "if first > setup.last:",
-        "if False:",
+        "ingot/train/resume.py",
+        "    if done > last:",
+        "    if False:",
         "zero steps are trained, and the exit code is 0",
         "tests/train/test_resume.py",
     ),

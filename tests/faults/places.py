@@ -379,8 +379,8 @@ FAULTS = [
     Fault(
         "rollback-to-itself",
         "ingot/registry/local.py",
-        '"SELECT version, before FROM turns WHERE id = ?", (change[2],)',
-        '"SELECT version, before FROM turns WHERE version = ?", (change[1],)',
+        'before FROM turns WHERE id = ?"\n        row: tuple[int, int | None] | None = db.execute(asked, (change[2],))',
+        'before FROM turns WHERE version = ?"\n        row: tuple[int, int | None] | None = db.execute(asked, (change[1],))',
         "a rollback makes the same version live again",
     ),
     Fault(
@@ -560,7 +560,7 @@ FAULTS = [
     Fault(
         "changed-tokenizer-read",
         "ingot/tokenizers/load.py",
-        "    if check:\n        check_files(folder)\n",
+        "        check_files(folder)\n",
         "",
         "a tokenizer that is not the model's answers, and prepares data, with other ids",
         "tests/models/hf/test_content.py",

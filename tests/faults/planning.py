@@ -80,8 +80,8 @@ FAULTS = [
     Fault(
         "cache-of-a-processor-in-two-bytes",
         "ingot/plan/checks/machines.py",
-        "cache = _cache_bytes(recipe, config, each if on_device else 4)",
-        "cache = _cache_bytes(recipe, config, each)",
+        "cache = _cache_bytes(recipe, config, stored if on_device else 4)",
+        "cache = _cache_bytes(recipe, config, stored)",
         "a server on a processor runs out of the memory that was told, as it computes in float32",
         "tests/plan/test_checks.py",
     ),
