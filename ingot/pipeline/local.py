@@ -342,10 +342,10 @@ def _answer_panel(recipe: Recipe) -> Panel:
 
 def _steps_table(recipe: Recipe, done: PipelineResult, where: Sequence[str]) -> Table:
     table = Table(title=recipe.name, title_justify="left")
-    table.add_column("step")
+    table.add_column("step", no_wrap=True)
     table.add_column("seconds", justify="right", no_wrap=True)
-    table.add_column("result")
-    table.add_column("look at", overflow="fold", no_wrap=keeps_paths_whole(where))
+    table.add_column("result", overflow="fold")
+    table.add_column("look at", overflow="fold", no_wrap=keeps_paths_whole(where, console().width))
     for record, path in zip(done.records, where, strict=True):
         seconds = "unchanged" if record.step in done.skipped else f"{record.seconds:.1f}"
         table.add_row(record.step, seconds, Text(record.result), Text(path))

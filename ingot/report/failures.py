@@ -6,7 +6,6 @@ import shlex
 from dataclasses import dataclass
 
 from ingot.base.runfolder import RunFolder
-from ingot.report.formatting import timestamp
 from ingot.report.incidents import number
 from ingot.report.life import FAILED
 from ingot.report.run_view import RunView
@@ -21,7 +20,7 @@ class Failure:
     verb: str
     title: str
     cause: str
-    when: str
+    when: float | None
     kept: str
     where: str
     command: str
@@ -51,7 +50,7 @@ def last_failure(view: RunView) -> Failure | None:
         verb,
         f"{verb} {ended}{at}",
         cause,
-        timestamp(when),
+        when,
         kept,
         str(run.logs if logs else run.events),
         shlex.join(["ingot", "run", str(run.recipe), *here]),

@@ -9,6 +9,7 @@ import math
 import os
 import time
 from collections.abc import Iterable, Sequence
+from datetime import datetime
 from pathlib import Path
 
 # Characters of the longest path of a table that fits 80 columns beside its other columns.
@@ -51,6 +52,16 @@ def timestamp(seconds: float | None) -> str:
         )
     except (OverflowError, ValueError, OSError):
         return ""
+
+
+def moment(when: float | str | None) -> str:
+    """A timestamp with its zone, of seconds since the epoch or of a time in ISO 8601."""
+    try:
+        seconds = datetime.fromisoformat(when).timestamp() if isinstance(when, str) else when
+    except ValueError:
+        return str(when)
+    told = timestamp(seconds)
+    return f"{told} {time.strftime('%Z', time.localtime(seconds))}" if told else ""
 
 
 def ticks(low: float, high: float, wanted: int = 5) -> list[float]:
@@ -114,11 +125,11 @@ def median(values: list[float]) -> float:
     return sorted(values)[len(values) // 2]
 
 
-def keeps_paths_whole(paths: Iterable[str]) -> bool:
-    """Whether a column of `paths` stays unbroken in a terminal of 80 characters and leaves the
+def keeps_paths_whole(paths: Iterable[str], width: int = 80) -> bool:
+    """Whether a column of `paths` stays unbroken in a terminal of `width` characters and leaves the
     other columns room to be read; longer ones are folded.
     """
-    return max(map(len, paths), default=0) <= WHOLE_PATH
+    return width >= 80 and max(map(len, paths), default=0) <= WHOLE_PATH
 
 
 def paths_of_run(paths: Sequence[str], root: Path) -> tuple[list[str], bool]:

@@ -23,7 +23,7 @@ from ingot.base.runfolder import RunFolder
 from ingot.base.storage import write_atomic
 from ingot.report.chosen import non_default_knobs
 from ingot.report.failures import last_failure
-from ingot.report.formatting import count, median, rounded, short, smooth, timestamp
+from ingot.report.formatting import count, median, moment, rounded, short, smooth, timestamp
 from ingot.report.headline import bits_per_byte_bars, headline, headline_figures
 from ingot.report.metrics import MetricsFile
 from ingot.report.planned import beside_plan, decisions
@@ -33,7 +33,8 @@ from ingot.report.timeline import time_section
 
 SMOOTH_ABOVE_POINTS = 120
 MAX_EVENTS = 40
-RELOAD_S = 10
+RELOAD_S = 60
+"""Whoever reads a recipe there opens it anew each time; `ingot ui` follows without that."""
 PER_TOKEN = ("pretrain", "sft", "seq2seq", "mlm", "span_corruption", "distill")
 """Objectives whose loss is a mean over tokens."""
 
@@ -76,7 +77,7 @@ def render(view: RunView) -> str:
         recipe=highlighted(view.recipe_text),
         lineage=_lineage_rows(view),
         version=ingot.__version__,
-        written=timestamp(time.time()),
+        written=moment(time.time()),
         root=str(view.root),
         asks=f"ingot show run {shlex.quote(str(view.root))}",
     )
@@ -85,13 +86,15 @@ def render(view: RunView) -> str:
 @functools.cache
 def template(name: str) -> Template:
     loader = PackageLoader("ingot.report", ".")
-    return Environment(
+    environment = Environment(
         loader=loader,
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-    ).get_template(name)
+    )
+    environment.filters["moment"] = moment
+    return environment.get_template(name)
 
 
 def _progress(view: RunView) -> dict[str, Any] | None:

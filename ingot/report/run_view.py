@@ -24,7 +24,7 @@ from ingot.base.reports import (
 from ingot.base.runfolder import RunFolder
 from ingot.base.runlog import read_lines
 from ingot.config.models.lineage import earlier_model
-from ingot.report.formatting import median, timestamp
+from ingot.report.formatting import median, moment
 from ingot.report.goodput import Goodput, goodput
 from ingot.report.life import ENDS, FAILED, at_work, last_changed, last_sign, saved_step
 from ingot.report.metrics import MEMORY, MetricsFile, is_number
@@ -220,7 +220,7 @@ class RunView:
     @property
     def last_word(self) -> str:
         """What is known of a training that was broken off."""
-        heard = timestamp(self.last_sign) or "unknown"
+        heard = moment(self.last_sign) or "unknown"
         return (
             f"not running: last sign of life {heard} at step {self.steps_done:,}, and no process"
             f" of this machine holds the run; it was killed, or the machine stopped; {self.saved}"

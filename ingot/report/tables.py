@@ -188,10 +188,11 @@ def _read(run: RunFolder) -> RunView:
 
 def _steps(view: RunView, run: RunFolder) -> Table:
     table = Table("step", "seconds", "result", "look at")
+    table.columns[0].no_wrap = True
     table.columns[1].justify = "right"
-    table.columns[3].overflow = "fold"
+    table.columns[2].overflow = table.columns[3].overflow = "fold"
     where = [view.within(record.where) for record in view.records]
-    table.columns[3].no_wrap = keeps_paths_whole(where)
+    table.columns[3].no_wrap = keeps_paths_whole(where, console().width)
     for record in view.records:
         result = Text(str(record.result))
         if not is_intact(run.root, record):

@@ -14,7 +14,7 @@ from ingot.base.heartbeat import HeartbeatWriter, heartbeat_file
 from ingot.base.runfolder import RunFolder
 from ingot.base.runlog import record_event
 from ingot.report.failures import last_failure
-from ingot.report.formatting import timestamp
+from ingot.report.formatting import moment
 from ingot.report.headline import headline
 from ingot.report.living import show_page
 from ingot.report.run_view import read_run
@@ -84,7 +84,7 @@ def test_a_training_that_was_killed_is_not_running(
     # A sign of life, too, maybe of the next second.
     record_event(run.events, "save", step=80)
     view = read_run(run)
-    told = f"last sign of life {timestamp(view.last_sign)} at step 100, and no process"
+    told = f"last sign of life {moment(view.last_sign)} at step 100, and no process"
     assert f"not running: {told}" in told_of(run, capsys)
     assert "machine stopped; step 80 is saved" in (shown_now := told_of(run, capsys))
     assert "at step 100 (step 80 is saved): train/loss" in shown_now

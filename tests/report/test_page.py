@@ -7,12 +7,14 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import ingot
 from ingot.base.reports import (
     EvaluationReport,
     Metric,
@@ -588,3 +590,30 @@ def test_what_the_model_wrote_before_training_comes_before_what_it_wrote_after(
     places = [text.index(words) for words in ("as it was", "before training", "after training")]
     assert places == sorted(places)
     assert text.count("written at evaluation") == len(report.samples) - 1
+
+
+@pytest.mark.parametrize("sheet", ["report/page.css", "serve/playground/base.css"])
+def test_coloured_words_are_to_be_read(sheet: str) -> None:
+    """4.5 to 1, as WCAG 2 asks of text, on the page and on its cards, by day and by night."""
+    text = (Path(ingot.__file__).parent / sheet).read_text(encoding="utf-8")
+
+    def light(colour: str) -> float:
+        parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+        red, green, blue = (
+            p / 12.92 if p <= 0.03928 else ((p + 0.055) / 1.055) ** 2.4 for p in parts
+        )
+        return 0.2126 * red + 0.7152 * green + 0.0722 * blue + 0.05
+
+    schemes = [dict(re.findall(r"--(\w+): (#\w{6})", each)) for each in text.split(":root {")[1:]]
+    assert len(schemes) == 2
+    for scheme in schemes:
+        for name in ("ink", "soft", "glow", "cool", "good", "bad", "warn"):
+            for ground in ("paper", "card"):
+                dark, bright = sorted((light(scheme[name]), light(scheme[ground])))
+                assert bright / dark >= 4.5, (name, ground)
+
+
+def test_a_time_has_its_zone(run: RunFolder) -> None:
+    page = Page(write_page(run))
+    began = datetime.fromisoformat("2025-06-15T15:08:51+00:00").astimezone()
+    assert f"decided {began:%Y-%m-%d %H:%M:%S %Z}" in page.text

@@ -442,3 +442,13 @@ def test_the_answers_to_prompts_are_shown_the_best_first(
     assert "step 2: 3 9" in out
     assert "reference: 9" in out
     assert rows(out)[:3] == [["reward", "answer"], ["1.000", "9 [b] ..."], ["0", "3"]]
+
+
+def test_a_narrow_terminal_shows_every_step_s_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ingot.report.tables.console", lambda: console(width=40))
+    show_run(made_up_run(tmp_path))
+    told = capsys.readouterr().out
+    assert {"ingest", "prepare", "evaluate", "register"} <= {row[0] for row in rows(told)}
+    assert "…" not in told.split("goodput")[0].partition("ingest")[2]

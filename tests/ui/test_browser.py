@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,6 +47,7 @@ def names(tab: Tab) -> list[str]:
 def test_the_table_sorts_filters_and_leads_to_curves(tab: Tab, shown: Shown) -> None:
     tab.go(f"{shown.url}/")
     tab.wait("document.querySelectorAll('tr[data-id]').length === 4")
+    assert tab.eval("document.querySelector('.tab[aria-current=page]').dataset.tab") == "runs"
     tab.click("th[data-key=bits] button")
     assert names(tab).index("second") < names(tab).index("first")
     tab.click("th[data-key=bits] button")
@@ -167,6 +169,7 @@ def test_what_failed_and_what_to_type_is_seen_first(tab: Tab, shown: Shown) -> N
     text = tab.text("#failure")
     assert "Train failed at step 40" in text
     assert "disk full" in text
+    assert re.search(r"when\s+20\d\d-\d\d-\d\d \d\d:\d\d \w+", text), text
     assert "ingot run" in text
 
 

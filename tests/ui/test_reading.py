@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from pathlib import Path
 
 import numpy as np
@@ -79,6 +80,7 @@ def test_a_run_is_told_whole(shown: Shown) -> None:
     assert failed["verb"] == "train"
     assert failed["cause"] == "disk full; make space and run it again"
     assert failed["command"].startswith("ingot run ")
+    assert time.time() - 3600 < failed["when"] <= time.time(), "the browser knows its own clock"
 
 
 def test_curves_are_cut_to_the_screen_and_lose_no_spike(tmp_path: Path) -> None:
@@ -103,9 +105,9 @@ def test_curves_are_cut_to_the_screen_and_lose_no_spike(tmp_path: Path) -> None:
     assert tokens is not None
     assert tokens["x"][-1] == pytest.approx(drawn["x"][-1] * 2048)
     assert curve(metrics, "train/loss", "tokens", None, 500) is None
-    time = curve(metrics, "train/loss", "time", None, 500)
-    assert time is not None
-    assert 0 <= time["x"][0] < time["x"][-1] < 3_400
+    timed = curve(metrics, "train/loss", "time", None, 500)
+    assert timed is not None
+    assert 0 <= timed["x"][0] < timed["x"][-1] < 3_400
     assert curve(metrics, "no/such", "step", None, 500) is None
 
 

@@ -63,3 +63,9 @@ export function clock(when) {
   const date = new Date(when * 1000), two = (value) => String(value).padStart(2, "0");
   return `${date.getFullYear()}-${two(date.getMonth() + 1)}-${two(date.getDate())} ${two(date.getHours())}:${two(date.getMinutes())}`;
 }
+
+/** A clock with its zone: of seconds since the epoch. */
+export function moment(when) {
+  const zone = new Intl.DateTimeFormat("en", { timeZoneName: "short" }).formatToParts(new Date((when || 0) * 1000)).find(({ type }) => type === "timeZoneName").value;
+  return when ? `${clock(when)} ${zone}` : "";
+}

@@ -2,7 +2,7 @@
 import { copyFrom, fill, h, segmented } from "../playground/dom.js";
 import { api, query } from "./app.js";
 import { showCurves } from "./curves.js";
-import { ago, clock, duration, interval, money, percent, short, whole } from "./format.js";
+import { ago, clock, duration, interval, moment, money, percent, short, whole } from "./format.js";
 
 const BAD = ["failure", "killed", "hang", "lost", "give_up"];
 
@@ -45,7 +45,7 @@ function drawHead(root, run) {
 
 function failure(told) {
   return h("section", { class: "card failure", id: "failure" }, h("h2", {}, told.title), h("p", { class: "cause" }, told.cause),
-    h("dl", { class: "knobs" }, [["when", told.when], ["kept", told.kept], ["look at", told.where]].filter(([, value]) => value).map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value)))),
+    h("dl", { class: "knobs" }, [["when", moment(told.when)], ["kept", told.kept], ["look at", told.where]].filter(([, value]) => value).map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value)))),
     h("p", { class: "fine", style: { "margin-top": "12px" } }, "This goes on from there: ", h("button", { class: "quiet", type: "button", onclick: (event) => copyFrom(event.currentTarget, told.command) }, "Copy")), h("pre", { class: "yaml" }, told.command));
 }
 
@@ -62,7 +62,7 @@ function drawRest(root, run) {
 }
 
 function goodput(account) {
-  const losses = account.incidents.length ? h("div", { class: "wide", style: { "margin-top": "12px" } }, h("table", {}, h("thead", {}, h("tr", {}, ["lost", "when", "rank", "step", "cost", "cause"].map((name) => h("th", {}, name)))), h("tbody", {}, account.incidents.map((one) => h("tr", {}, h("td", { class: "strong" }, one.kind), h("td", { class: "n" }, clock(one.wall)), h("td", {}, one.ranks), h("td", {}, one.steps), h("td", { class: "strong" }, one.cost), h("td", { class: "cause" }, one.cause)))))) : "";
+  const losses = account.incidents.length ? h("div", { class: "wide", style: { "margin-top": "12px" } }, h("table", {}, h("thead", {}, h("tr", {}, ["lost", "when", "rank", "step", "cost", "cause"].map((name) => h("th", { class: name === "when" ? "n" : "" }, name)))), h("tbody", {}, account.incidents.map((one) => h("tr", {}, h("td", { class: "strong" }, one.kind), h("td", { class: "n" }, clock(one.wall)), h("td", {}, one.ranks), h("td", {}, one.steps), h("td", { class: "strong" }, one.cost), h("td", { class: "cause" }, one.cause)))))) : "";
   return h("section", { class: "card", id: "goodput" }, h("div", { class: "titled" }, h("h2", {}, "Goodput"), h("span", { class: "fine" }, `${account.attempts.length} ${account.attempts.length === 1 ? "attempt" : "attempts"}, ${duration(account.wall_s)}`)), h("p", { class: "lead" }, `${account.sentence[0].toUpperCase()}${account.sentence.slice(1)}.`),
     h("div", { class: "strip", role: "img", "aria-label": account.sentence }, account.parts.map((part) => h("i", { class: part.part, title: `${part.name}: ${duration(part.seconds)}`, style: { "--share": String(part.seconds) } }))),
     h("div", { class: "keys" }, account.parts.map((part) => h("span", {}, h("span", { class: `swatch ${part.part}` }), part.name, " ", h("b", {}, percent(part.seconds / (account.wall_s || 1)))))), losses);
@@ -79,7 +79,7 @@ function evaluation({ metrics }) {
 
 function gate(report) {
   const metrics = Array.isArray(report.metrics) ? report.metrics : [];
-  return h("section", { class: "card", id: "gate" }, h("h2", {}, "Gate"), h("p", { class: `verdict ${report.decision}` }, report.decision), h("p", { class: "lead" }, report.reason), metrics.length ? h("div", { class: "wide" }, h("table", {}, h("thead", {}, h("tr", {}, h("th", {}, "metric"), h("th", { class: "n" }, "this model"), h("th", { class: "n" }, report.live ? `live v${report.live.version}` : "live"))), h("tbody", {}, metrics.map((metric) => h("tr", {}, h("td", {}, metric.metric, h("small", {}, `${metric.direction} is better`)), h("td", { class: `n ${metric.better ? "best" : "strong"}` }, short(metric.candidate, 5)), h("td", { class: "n" }, typeof metric.live === "number" ? short(metric.live, 5) : "none")))))) : "", report.time ? h("p", { class: "fine", style: { "margin-top": "8px" } }, `decided ${report.time}`) : "");
+  return h("section", { class: "card", id: "gate" }, h("h2", {}, "Gate"), h("p", { class: `verdict ${report.decision}` }, report.decision), h("p", { class: "lead" }, report.reason), metrics.length ? h("div", { class: "wide" }, h("table", {}, h("thead", {}, h("tr", {}, h("th", {}, "metric"), h("th", { class: "n" }, "this model"), h("th", { class: "n" }, report.live ? `live v${report.live.version}` : "live"))), h("tbody", {}, metrics.map((metric) => h("tr", {}, h("td", {}, metric.metric, h("small", {}, `${metric.direction} is better`)), h("td", { class: `n ${metric.better ? "best" : "strong"}` }, short(metric.candidate, 5)), h("td", { class: "n" }, typeof metric.live === "number" ? short(metric.live, 5) : "none")))))) : "", report.time ? h("p", { class: "fine", style: { "margin-top": "8px" } }, `decided ${moment(Date.parse(report.time) / 1000) || report.time}`) : "");
 }
 
 /** A sample as prompt and what was written. */
