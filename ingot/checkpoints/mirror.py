@@ -109,10 +109,10 @@ class BucketMirror:
         called by one rank. One of that step with other files, which another machine wrote while it
         did not know of this one, is left alone.
         """
-        marker, key = read_marker(folder, COMMIT), f"{folder.name}/{COMMIT}"
+        marker = read_marker(folder, COMMIT)
         if marker is None or not self._is_committed(folder.name):
             return
-        if _same_files(self.bucket.get(key), marker):
+        if _same_files(self.bucket.get(f"{folder.name}/{COMMIT}"), marker):
             self.commit(folder)
 
     def retain(self, kept: Collection[str]) -> None:

@@ -1242,8 +1242,8 @@ FAULTS = [
     Fault(
         "a-marker-over-anothers",
         "ingot/checkpoints/mirror.py",
-        "        if _same_files(self.bucket.get(key), marker):",
-        "        if True:",
+        '        if _same_files(self.bucket.get(f"{folder.name}/{COMMIT}"), marker):\n',
+        "        if True:\n",
         "a training ends in an error, or a bucket says that files are there which are not",
         "tests/checkpoints/test_mirror.py",
     ),
