@@ -21,6 +21,8 @@ from ingot.data.batches.rows import Rows
 from ingot.data.batches.samples import Samples
 from ingot.train.resume import resumable
 
+OF_ONE_MODEL = "train.start_from is for the model of the recipe that wrote it"
+
 
 class Beginning(NamedTuple):
     """The checkpoint to start from, the first step, and the step at which the data's order

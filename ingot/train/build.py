@@ -48,7 +48,7 @@ from ingot.parallel.apply import (
 from ingot.parallel.masters import Masters
 from ingot.parallel.mesh import Mesh
 from ingot.train.balance import LoadBalance, freeze_routers, make_balance
-from ingot.train.beginning import trained_with
+from ingot.train.beginning import OF_ONE_MODEL, trained_with
 from ingot.train.optim.averaging import averaged_steps, drop_average
 from ingot.train.optim.eager import reserve_state
 from ingot.train.optim.optimizers import make_optimizer
@@ -98,7 +98,7 @@ def _check_origin_adapter(setup: TrainSetup, origin: CommittedCheckpoint) -> Non
     was trained as another one, or beside another model: the state of one is not that of the other.
     """
     start_from, base = setup.recipe.train.start_from, f"{WEIGHTS_OF}model.source"
-    instead = f"set model.source={start_from} in place of train.start_from"
+    instead = "set model.source to what its run exported, in place of train.start_from"
     before, now = trained_with(origin, "model")["lora"], setup.identity["model"]["lora"]
     if (before is None) != (now is None):
         had, has = ("an", "no") if now is None else ("no", "a")
@@ -183,8 +183,7 @@ def build_train_state(
         load_checkpoint(start, masters, optimizer, mesh)
     elif setup.origin is not None:
         state = None if knobs.reset_optimizer else optimizer
-        otherwise = "train.start_from is for the model of the recipe that wrote it"
-        load_checkpoint(setup.origin, masters, state, mesh, otherwise=otherwise)
+        load_checkpoint(setup.origin, masters, state, mesh, otherwise=OF_ONE_MODEL)
     if knobs.average is None or knobs.average.kind != "ema":
         drop_average(optimizer)
     reserve_state(optimizer)

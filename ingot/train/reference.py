@@ -49,6 +49,7 @@ from ingot.parallel.masters import Masters
 from ingot.parallel.mesh import Mesh
 from ingot.parallel.rows import row_sharing
 from ingot.tokenizers.familiar import check_reference
+from ingot.train.beginning import OF_ONE_MODEL
 from ingot.train.setup import TrainSetup
 
 Floats = npt.NDArray[np.float32]
@@ -193,7 +194,7 @@ def _open(setup: TrainSetup, model_spec: ModelSpec, mesh: Mesh) -> AnyModel:
     model = apply_wrappers(model, mesh, how)
     materialize_model(model, model_spec, setup.recipe.seed, mesh.device, filled=True)
     if origin is not None:
-        load_checkpoint(origin, Masters(model, mesh), None, mesh)
+        load_checkpoint(origin, Masters(model, mesh), None, mesh, otherwise=OF_ONE_MODEL)
     model.eval().requires_grad_(False)
     dtype = compute_weights_dtype(model, mesh, how)
     if dtype is not None and isinstance(model, Decoder):
