@@ -8,12 +8,14 @@ import itertools
 import math
 import os
 import time
+from array import array
 from collections.abc import Iterable, Sequence
 from datetime import datetime
 from pathlib import Path
 
 # Characters of the longest path of a table that fits 80 columns beside its other columns.
 WHOLE_PATH = 40
+SORTED_AT_ONCE = 10_000
 _UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
 
 
@@ -90,12 +92,12 @@ def rounded(number: float, apart: float) -> str:
     return f"{number:.{decimals}f}" if abs(number) < 1e5 else f"{number:.3g}"
 
 
-def smooth(values: Sequence[float], reach: int) -> list[float]:
+def smooth(values: Sequence[float], reach: int) -> array[float]:
     """The mean of each value and its neighbours up to `reach` away. Near the ends the window
     shrinks but stays on both sides, so that the curve does not lag.
     """
-    sums = [0.0, *itertools.accumulate(values)]
-    out = []
+    sums = array("d", itertools.accumulate(values, initial=0.0))
+    out = array("d")
     for index in range(len(values)):
         near = min(reach, max(index, reach // 4), max(len(values) - 1 - index, reach // 4))
         first, last = max(index - near, 0), min(index + near + 1, len(values))
@@ -120,9 +122,20 @@ def downsample(
     return [xs[index] for index in order], [ys[index] for index in order]
 
 
-def median(values: list[float]) -> float:
-    """The upper median."""
-    return sorted(values)[len(values) // 2]
+def median(values: Sequence[float]) -> float:
+    """The upper median. Of many values it is narrowed down before they are sorted: to sort a
+    million in one call would stop every other thread for a second, that which trains too.
+    """
+    place = len(values) // 2
+    while len(values) > SORTED_AT_ONCE:
+        split = median(values[:: len(values) // 1000])
+        below = [value for value in values if value < split]
+        above = [value for value in values if value > split]
+        same = len(values) - len(below) - len(above)
+        if len(below) <= place < len(below) + same:
+            return split
+        values, place = (below, place) if place < len(below) else (above, place - len(below) - same)
+    return sorted(values)[place]
 
 
 def keeps_paths_whole(paths: Iterable[str], width: int = 80) -> bool:

@@ -5,7 +5,7 @@ bits per byte.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 from markupsafe import Markup
@@ -173,7 +173,7 @@ def headline_figures(view: RunView) -> list[dict[str, str]]:
 def trained_tokens(view: RunView) -> int:
     """Tokens of text in all steps, by the mean since the logged step before; 0 where unknown."""
     logged = view.curves["train/tokens_per_step"]
-    steps = pairwise((float(view.first_step), *logged.steps))
+    steps = pairwise(chain([float(view.first_step)], logged.steps))
     means = zip(steps, logged.values, strict=True)
     return round(sum(max(step - before, 0.0) * mean for (before, step), mean in means))
 

@@ -25,7 +25,7 @@ class MetricColumn:
     increase.
     """
 
-    lines: array[int] = field(default_factory=lambda: array("L"))
+    lines: array[int] = field(default_factory=lambda: array("I"))
     values: array[float] = field(default_factory=lambda: array("d"))
 
     def __len__(self) -> int:
@@ -71,12 +71,10 @@ class MetricsFile:
             self._lines.done(lines)
             changed = True
 
-    def points(self, key: str) -> tuple[list[float], list[float]]:
-        """Steps and values of `key`."""
-        column = self.columns.get(key)
-        if column is None:
-            return [], []
-        return [self.steps[line] for line in column.lines], column.values.tolist()
+    def points(self, key: str) -> tuple[array[float], array[float]]:
+        """Steps and values of `key`, in a quarter of the memory that lists of them take."""
+        column = self.columns.get(key) or MetricColumn()
+        return array("d", map(self.steps.__getitem__, column.lines)), column.values[:]
 
     def lost_at(self, key: str) -> list[float]:
         """The steps since the last finite value of `key` at which it was logged as none."""

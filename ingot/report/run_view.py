@@ -5,8 +5,8 @@ are named in `notes`; nothing raises.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain, takewhile
 from pathlib import Path
 from typing import Any
@@ -59,9 +59,9 @@ class Series:
     value that is not.
     """
 
-    steps: list[float] = field(default_factory=list)
-    values: list[float] = field(default_factory=list)
-    lost: list[float] = field(default_factory=list)
+    steps: Sequence[float] = ()
+    values: Sequence[float] = ()
+    lost: Sequence[float] = ()
 
     def __bool__(self) -> bool:
         return bool(self.steps)

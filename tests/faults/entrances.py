@@ -880,4 +880,20 @@ FAULTS = [
         "of a training whose clock was set back a callback is given nothing more",
         "tests/api/test_run.py",
     ),
+    Fault(
+        "median-of-the-lower-half",
+        "ingot/report/formatting.py",
+        "(above, place - len(below) - same)",
+        "(above, place - len(below))",
+        "a page of a long training tells medians that are too high",
+        "tests/report/test_figures.py",
+    ),
+    Fault(
+        "curves-as-lists",
+        "ingot/report/metrics.py",
+        'return array("d", map(self.steps.__getitem__, column.lines)), column.values[:]',
+        'return array("d", [self.steps[line] for line in column.lines]), column.values[:]',
+        "the page of a long training takes gigabytes of the memory of its first rank",
+        "tests/report/test_metrics.py",
+    ),
 ]

@@ -6,7 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ingot.report.formatting import count, downsample, rounded, short, smooth, ticks
+from ingot.report.formatting import (
+    SORTED_AT_ONCE,
+    count,
+    downsample,
+    median,
+    rounded,
+    short,
+    smooth,
+    ticks,
+)
 
 FINITE = st.floats(-1e12, 1e12)
 
@@ -96,12 +105,20 @@ def test_thinned_points_keep_both_ends_the_lowest_and_the_highest(
         assert ys == values
 
 
+@pytest.mark.parametrize("kinds", [1, 2, 3, 10**9])
+@pytest.mark.parametrize("size", [1, 2, SORTED_AT_ONCE, SORTED_AT_ONCE + 1, 30_000, 30_001])
+def test_the_median_of_many_is_that_of_all(size: int, kinds: int) -> None:
+    values = [float(number * 7919**2 % 1_000_003 % kinds) for number in range(size)]
+    for each in (values, sorted(values), sorted(values, reverse=True)):
+        assert median(each) == sorted(values)[size // 2]
+
+
 def test_smoothing_calms_and_lags_behind_nothing() -> None:
     falling = [100.0 - index for index in range(101)]
     calm = smooth(falling, 10)
-    assert calm[10:-10] == falling[10:-10]
+    assert calm[10:-10].tolist() == falling[10:-10]
     zigzag = [math.copysign(1.0, index % 2 - 0.5) for index in range(100)]
     assert max(abs(value) for value in smooth(zigzag, 10)) < 0.4
-    assert smooth([3.0], 10) == [3.0]
-    assert smooth([], 10) == []
-    assert smooth([1.0, 2.0, 4.0], 0) == [1.0, 2.0, 4.0]
+    assert smooth([3.0], 10).tolist() == [3.0]
+    assert smooth([], 10).tolist() == []
+    assert smooth([1.0, 2.0, 4.0], 0).tolist() == [1.0, 2.0, 4.0]

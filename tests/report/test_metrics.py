@@ -2,12 +2,18 @@ from __future__ import annotations
 
 import json
 import math
+import tracemalloc
 from pathlib import Path
 
 import pytest
 
 from ingot.base.runlog import JsonLines
 from ingot.report.metrics import GPU_USE, MEMORY, MetricsFile
+
+
+def points(metrics: MetricsFile, key: str) -> tuple[list[float], list[float]]:
+    steps, values = metrics.points(key)
+    return steps.tolist(), values.tolist()
 
 
 def test_what_was_appended_is_read_and_nothing_twice(tmp_path: Path) -> None:
@@ -20,12 +26,12 @@ def test_what_was_appended_is_read_and_nothing_twice(tmp_path: Path) -> None:
     with lines.path.open("a") as stream:
         stream.write('{"step": 3, "train/loss"')
     assert metrics.refresh()
-    assert metrics.points("train/loss") == ([1, 2], [3.0, 2.5])
-    assert metrics.points("train/lr") == ([], [])
+    assert points(metrics, "train/loss") == ([1, 2], [3.0, 2.5])
+    assert points(metrics, "train/lr") == ([], [])
     with lines.path.open("a") as stream:
         stream.write(": 2.0}\n")
     assert metrics.refresh()
-    assert metrics.points("train/loss") == ([1, 2, 3], [3.0, 2.5, 2.0])
+    assert points(metrics, "train/loss") == ([1, 2, 3], [3.0, 2.5, 2.0])
     assert metrics.texts == [(1, "samples/0", "once")]
 
 
@@ -54,7 +60,7 @@ def test_a_file_that_was_written_anew_is_read_anew(tmp_path: Path) -> None:
     for step in range(5, 21):  # longer than it was
         again.write(step, {"train/loss": -float(step)})
     metrics.refresh()
-    assert metrics.points("train/loss")[1] == [
+    assert points(metrics, "train/loss")[1] == [
         1.0,
         2.0,
         3.0,
@@ -72,7 +78,7 @@ def test_of_a_step_that_is_logged_twice_the_last_line_counts(tmp_path: Path) -> 
     path.write_text("".join(f'{{"step": {s}, "a": {n}}}\n' for n, s in enumerate(steps)))
     metrics = MetricsFile(path)
     metrics.refresh()
-    assert metrics.points("a") == ([1, 2, 3, 4], [0, 4, 5, 3])
+    assert points(metrics, "a") == ([1, 2, 3, 4], [0, 4, 5, 3])
 
 
 def test_the_tail_holds_whole_lines_of_the_end(tmp_path: Path) -> None:
@@ -80,14 +86,14 @@ def test_the_tail_holds_whole_lines_of_the_end(tmp_path: Path) -> None:
     path.write_text("".join(f'{{"step": {n}, "a": {n}}}\n' for n in range(1000)))
     metrics = MetricsFile(path, tail_bytes=100)
     metrics.refresh()
-    steps, values = metrics.points("a")
+    steps, values = points(metrics, "a")
     assert steps == values
     assert steps[-1] == 999
     assert 3 <= len(steps) < 7
     with path.open("a") as stream:
         stream.write('{"step": 1000, "a": 1}\n')
     metrics.refresh()
-    assert metrics.points("a")[0][-1] == 1000
+    assert points(metrics, "a")[0][-1] == 1000
 
 
 @pytest.mark.parametrize("torn", ["", '{"step": 1000, "a"'])
@@ -97,7 +103,7 @@ def test_a_tail_within_a_long_line_is_lengthened(torn: str, tmp_path: Path) -> N
     path.write_text("".join(json.dumps({"step": n, **line}) + "\n" for n in range(9)) + torn)
     metrics = MetricsFile(path, tail_bytes=100)
     metrics.refresh()
-    assert metrics.points(MEMORY)[0] == [8]
+    assert points(metrics, MEMORY)[0] == [8]
 
 
 @pytest.mark.parametrize("line", ["[]", "{", '{"step": "x"}', '{"step": true, "a": 1}', "7", ""])
@@ -106,7 +112,7 @@ def test_other_lines_are_passed_over(tmp_path: Path, line: str) -> None:
     path.write_text(f'{line}\n{{"step": 1, "a": 2, "b": null, "c": [1]}}\n')
     metrics = MetricsFile(path)
     metrics.refresh()
-    assert metrics.points("a") == ([1], [2])
+    assert points(metrics, "a") == ([1], [2])
     assert list(metrics.columns) == ["a"]
 
 
@@ -116,5 +122,22 @@ def test_ranks_become_one_figure(tmp_path: Path) -> None:
     path.write_text(json.dumps({"step": 1, **ranks, "gpu/rank1_util": 1.0}) + "\n")
     metrics = MetricsFile(path)
     metrics.refresh()
-    assert metrics.points(MEMORY) == ([1], [3.0])
-    assert metrics.points(GPU_USE) == ([1], [0.75])
+    assert points(metrics, MEMORY) == ([1], [3.0])
+    assert points(metrics, GPU_USE) == ([1], [0.75])
+
+
+def test_a_curve_takes_no_more_than_its_numbers(tmp_path: Path) -> None:
+    """A training of a million logged steps draws a page of them, in the memory of its rank 0."""
+    count = 20_000
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(f'{{"step": {n}, "a": {n}.5}}\n' for n in range(count)))
+    metrics = MetricsFile(path)
+    metrics.refresh()
+    tracemalloc.start()
+    try:
+        steps, values = metrics.points("a")
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert (steps[-1], values[-1]) == (count - 1, count - 0.5)
+    assert most < 20 * count
