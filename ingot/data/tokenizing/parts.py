@@ -5,9 +5,12 @@ by the engine with the fastest exact encoder.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 from ingot.base.errors import WrongInput
+from ingot.base.markers import MAX_READERS
 from ingot.base.progress import Progress, say
 from ingot.config.recipe import Recipe
 from ingot.data.cleaning.cleaned import CleaningResult
@@ -66,11 +69,10 @@ def tokenise(
     whole = recipe.objective.samples_answers  # a chat asks for one answer, its last
     tasks = ranges(raw)
     inputs = inputs_of(documents, prefix, tokenizer, shares, cleaned, whole=whole)
-    kept = {
-        task: made
-        for task in tasks
-        if (made := keep_finished(recipe.folder.columns, folder, task, inputs, checksums=again))
-    }
+    keep = partial(keep_finished, recipe.folder.columns, folder, inputs=inputs, checksums=again)
+    with ThreadPoolExecutor(MAX_READERS) as readers:
+        found = zip(tasks, readers.map(keep, tasks), strict=True)
+        kept = {task: made for task, made in found if made is not None}
     missing = [task for task in tasks if task not in kept]
     if not missing:
         return _told(recipe, [kept[task] for task in tasks])
