@@ -169,6 +169,18 @@ def _leave_the_parents_things(passed: Collection[int]) -> None:
             with contextlib.suppress(OSError):  # the one of the listing itself
                 os.fstat(descriptor)
                 os.dup2(null, descriptor, inheritable=False)
+    open_streams()
+    weakref.finalize._registry.clear()  # type: ignore[attr-defined]
+    multiprocessing.util._finalizer_registry.clear()  # type: ignore[attr-defined]
+    atexit._clear()
+    for function in (weakref.finalize._exitfunc, multiprocessing.util._exit_function):  # type: ignore[attr-defined]
+        atexit.register(function)
+    random.seed()
+    gc.enable()  # subprocess has switched it off
+
+
+def open_streams() -> None:
+    """The standard streams of this process, which may be of another kind than the parent's were."""
     sys.stdin, sys.stdout, sys.stderr = (
         os.fdopen(number, mode, encoding="utf-8", closefd=False, buffering=1, errors=errors)
         for number, mode, errors in (
@@ -177,13 +189,6 @@ def _leave_the_parents_things(passed: Collection[int]) -> None:
             (2, "w", "backslashreplace"),
         )
     )
-    weakref.finalize._registry.clear()  # type: ignore[attr-defined]
-    multiprocessing.util._finalizer_registry.clear()  # type: ignore[attr-defined]
-    atexit._clear()
-    for function in (weakref.finalize._exitfunc, multiprocessing.util._exit_function):  # type: ignore[attr-defined]
-        atexit.register(function)
-    random.seed()
-    gc.enable()  # subprocess has switched it off
 
 
 def run_module(name: str) -> None:

@@ -164,6 +164,7 @@ def _become(request: Request, streams: list[int], passed: list[int]) -> None:
         os.dup2(stream, descriptor)
     for stream in streams:
         os.close(stream)
+    forkedmain.open_streams()
     os.chdir(request.cwd)
     for name in os.environ.keys() - request.environment.keys():
         del os.environ[name]
