@@ -91,8 +91,11 @@ def load_tokenizer(source: Path, *, check: bool = True) -> Tokenizer:
 
 
 def _check_prepared(folder: Path) -> None:
-    """Raises WrongInput if a file of a tokenizer that `prepare` has kept is not as it was then."""
-    marker = read_marker(folder, PREPARED)
+    """Raises WrongInput if a file of the tokenizer that `prepare` has kept in a run is not as it
+    was then. A copy elsewhere is its owner's.
+    """
+    is_runs = folder == RunFolder(folder.parent.parent).tokenizer
+    marker = read_marker(folder, PREPARED) if is_runs else None
     if marker is not None and (found := problems(folder, marker, checksums=True)):
         raise WrongInput(f"{found[0]}; run `ingot prepare --again`")
 
