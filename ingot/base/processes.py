@@ -95,9 +95,10 @@ def machine_id() -> str | None:
 def _boot_session() -> str | None:
     """What macOS calls this boot; None where there is no such name."""
     try:
-        return subprocess.check_output(
+        said = subprocess.check_output(
             ["sysctl", "-n", "kern.bootsessionuuid"], stderr=subprocess.DEVNULL, text=True
-        ).strip()
+        )
+        return said.strip() or None
     except (OSError, subprocess.CalledProcessError):
         return None
 
