@@ -174,8 +174,8 @@ def compared(views: dict[str, RunView], files: dict[str, MetricsFile]) -> dict[s
         "figures": [
             {
                 "figure": figure,
-                "values": (shown := [found[name].get(figure) for name in views]),
-                "not_finite": [value is not None and math.isnan(value) for value in shown],
+                "values": (told := [found[name].get(figure) for name in views]),
+                "not_finite": [value is not None and math.isnan(value) for value in told],
                 "intervals": [_interval(view, figure) for view in views.values()],
                 "comparable": comparable(views.values(), figure),
             }

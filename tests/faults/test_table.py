@@ -30,7 +30,7 @@ def test_each_stands_once_in_its_file_and_changes_the_program() -> None:
             wrong.append(f"{fault.id}: its text stands {text.count(fault.old)} times")
         elif tokens(fault.old) == tokens(fault.new):
             wrong.append(f"{fault.id} changes nothing")
-        else:
+        elif fault.file.endswith(".py"):
             compile(text.replace(fault.old, fault.new), fault.id, "exec")
         if fault.by and not (PROJECT / fault.by).exists():
             wrong.append(f"{fault.id}: {fault.by} is gone")
