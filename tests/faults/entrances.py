@@ -322,8 +322,8 @@ FAULTS = [
     Fault(
         "tokens-of-another-run",
         "ingot/report/headline.py",
-        "pairwise((float(view.first_step), *logged.steps))",
-        "pairwise((0.0, *logged.steps))",
+        "pairwise(chain([float(view.first_step)], logged.steps))",
+        "pairwise(chain([0.0], logged.steps))",
         "a training that goes on from another run is told to have seen that one's tokens too",
         "tests/report/test_page.py",
     ),
