@@ -336,7 +336,7 @@ def finished(
 def keep_finished(
     old: Path, new: Path, task: RawRange, inputs: str, *, checksums: bool
 ) -> TokenisedRange | None:
-    """The finished part in `new`, linked there if only `old` has it (with `checksums`, undamaged)."""
+    """The finished part in `new`, linked there if only `old` has it; `checksums`: undamaged."""
     made = finished(new, task, inputs)
     if made is None and (made := finished(old, task, inputs, checksums=checksums)) is not None:
         for entry in made.files:
