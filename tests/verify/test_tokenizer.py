@@ -17,7 +17,7 @@ from ingot.data.ingest import ingest
 from ingot.data.prepare import prepare
 from ingot.tokenizers.backend import JsonBackend, TokenBatch
 from ingot.tokenizers.encoders import EncodeBatch, EncoderChoice, EncoderLibrary
-from ingot.tokenizers.load import load_tokenizer
+from ingot.tokenizers.load import PREPARED, load_tokenizer
 from ingot.verify.proof import Check, Proof
 from ingot.verify.tokenizer import verify_tokenizer
 from tests.small import small_recipe, write_documents
@@ -78,6 +78,9 @@ def test_ingested_and_prepared(tmp_path: Path) -> None:
     files = load_tokenizer(recipe.folder.tokenizer).files
     config = {**json.loads(files["tokenizer_config.json"]), "eos_token": "<|pad|>"}
     (recipe.folder.tokenizer / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(WrongInput, match=r"tokenizer_config\.json .* `ingot prepare --again`"):
+        verify_tokenizer(recipe)
+    (recipe.folder.tokenizer / PREPARED).unlink()
     assert red(verify_tokenizer(recipe)) == ["prepared data"]
 
 
