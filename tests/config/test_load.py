@@ -543,7 +543,7 @@ def test_numbers_of_free_settings_are_numbers_and_texts_stay_texts(tmp_path: Pat
         ("gate.floor", "1e-1", 0.1),
         ("gate.floor", "'1e-1'", "1e-1"),
         ("gate.floor", "bigram", "bigram"),
-        ("data.skip", "[[1e3, 1e1]]", [(1000, 10)]),
+        ("data.skip", "[[1e1, 1e3]]", [(10, 1000)]),
     ],
 )
 def test_an_exponent_is_a_number_for_each_knob_that_takes_numbers(

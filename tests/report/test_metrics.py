@@ -41,7 +41,7 @@ def test_what_ceased_to_be_finite_is_known_until_it_is_finite_again(tmp_path: Pa
         lines.write(step, {"gpu/rank0_util": math.nan} if loss is None else {"train/loss": loss})
     metrics = MetricsFile(lines.path)
     metrics.refresh()
-    assert metrics.points("train/loss") == ([0], [2.0])
+    assert points(metrics, "train/loss") == ([0], [2.0])
     assert metrics.lost_at("train/loss") == [1, 2]
     assert set(metrics.lost) == {"train/loss"}, "a device that is not read is no loss"
     lines.write(4, {"train/loss": 1.5})

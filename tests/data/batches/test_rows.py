@@ -284,9 +284,9 @@ def test_what_is_not_whole_is_refused(tmp_path: Path) -> None:
     changed(folder, "manifest.json", schema=99)
     refused("has schema 99, newer than this ingot's 1; upgrade ingot")
     (folder / "manifest.json").write_text('{"schema": 1, "kin')
-    refused("holds no prepared data; run `ingot prepare` with this recipe first")
+    refused(r"manifest\.json is damaged; run `ingot prepare --again`")
     (folder / "manifest.json").unlink()
-    refused("holds no prepared data")
+    refused("holds no prepared data; run `ingot prepare` with this recipe first")
 
 
 def test_a_manifest_of_another_version_is_refused_in_words(tmp_path: Path) -> None:
@@ -327,7 +327,6 @@ def test_a_part_of_another_type(tmp_path: Path) -> None:
         WrongInput,
         match=(
             r"train.tokens-00000.bin holds int16, manifest.json says uint16; run `ingot prepare --again`"
-            r" again"
         ),
     ):
         open_rows(folder, "train", 2, pad_last=False).row(0)
