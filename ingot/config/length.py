@@ -32,14 +32,15 @@ def steps_of(recipe: Recipe, rows: int, begin: int = 0) -> int:
     return total_steps(train, rows * per_row, recipe.data.seq_len, skipped * per_row)
 
 
-def rows_come_to(recipe: Recipe, steps: int) -> int:
+def rows_come_to(recipe: Recipe, steps: int, rollouts: int = 0) -> int:
     """How many rows of the data's order a training has come to after so many steps (from 1). Where
     it samples answers, the rollout that it lies inside of counts as a whole, and so do those that
-    are sampled ahead.
+    are sampled ahead; `rollouts`: those that are known to be begun, one more than that where a
+    signal came before a step.
     """
     objective = recipe.objective
     updates, ahead = getattr(objective, "updates", 1), getattr(objective, "staleness", 0)
-    begun = (math.ceil(steps / updates) + ahead) * updates
+    begun = max(math.ceil(steps / updates) + ahead, rollouts) * updates
     return math.ceil(begun * recipe.train.global_batch / objective.samples_per_row)
 
 

@@ -288,6 +288,7 @@ def _checkpoint_hook(
         fields.evaluation,
         fields,
         fields.decided,
+        fields.skips.finish,
         account,
         *steps,
         start=start,

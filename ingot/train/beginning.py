@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 from ingot.base.errors import WrongInput
 from ingot.base.markers import fingerprint
 from ingot.checkpoints.store import CommittedCheckpoint, checkpoint_in
-from ingot.config.length import rows_come_to, steps_of
+from ingot.config.length import steps_of
 from ingot.config.recipe import Recipe
 from ingot.config.shape import BatchPlan
 from ingot.data.batches.order import sequence_position
 from ingot.data.batches.rows import Rows
 from ingot.data.batches.samples import Samples
-from ingot.train.resume import resumable
+from ingot.train.resume import come_to, resumable
 
 OF_ONE_MODEL = "train.start_from is for the model of the recipe that wrote it"
 
@@ -50,8 +50,8 @@ def find_beginning(recipe: Recipe, identity: Mapping[str, Any], *, fresh: bool) 
     """Where a training with `train.start_from` begins, or began if it is to be resumed: what lies
     there by now may be a later checkpoint, or none.
     """
-    allow, come_to = recipe.resume.allow, partial(rows_come_to, recipe)
-    own = None if fresh else resumable(recipe.folder, identity, allow, come_to)
+    allow, passed = recipe.resume.allow, partial(come_to, recipe)
+    own = None if fresh else resumable(recipe.folder, identity, allow, passed)
     if own is None:
         return _origin(recipe, identity)
     begun = own.commit["begun"]

@@ -37,6 +37,7 @@ class CheckpointHook:
         stopper: EvaluateHook,
         payload: Callable[[int], Mapping[str, Any]],
         decided: Callable[[int], Mapping[str, Any]],
+        judge: Callable[[], None],
         account: TimeAccount,
         first: int,
         last: int,
@@ -47,7 +48,7 @@ class CheckpointHook:
     ) -> None:
         self.saver, self.train_state, self.run, self.knobs = saver, train_state, run, knobs
         self.stopper, self.payload, self.account = stopper, payload, account
-        self._decided, self._start = decided, start
+        self._decided, self._judge, self._start = decided, judge, start
         self.every, self.is_main = every, is_main
         self.saved = first
         """The step of the newest checkpoint whose save has started."""
@@ -71,6 +72,7 @@ class CheckpointHook:
         # state before them. Evaluations wait for the same reason.
         self._waits = self._due and bool(info.outcome.skipped)
         if self.stopper.refused is not None:
+            self._judge()  # no checkpoint may pass over steps that are too many to skip
             self.finish(info.step)
             raise self.stopper.refused
         is_best = self.knobs.best is not None and self.stopper.best_step == info.step

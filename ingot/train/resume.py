@@ -31,6 +31,7 @@ from ingot.checkpoints.store import (
     set_damaged_aside,
 )
 from ingot.config.identity import MAY_CHANGE, STOPPING, changes
+from ingot.config.length import rows_come_to
 from ingot.config.recipe import Recipe
 from ingot.data.batches.order import sequence_position
 from ingot.parallel.mesh import Mesh
@@ -51,7 +52,7 @@ def find_start(
     newest: CommittedCheckpoint | None = None,
     allow: Collection[str] = (),
     reads: Collection[str] = FIELDS,
-    come_to: Callable[[int], int] | None = None,
+    come_to: Callable[[CommittedCheckpoint], int] | None = None,
     on_change: Callable[[CommittedCheckpoint, str], None] = lambda found, changed: None,
     before_anew: Callable[[], None] = lambda: None,
     last: int | None = None,
@@ -115,7 +116,7 @@ def resumable(
     run: RunFolder,
     identity: Mapping[str, Any],
     allow: Collection[str],
-    come_to: Callable[[int], int] | None = None,
+    come_to: Callable[[CommittedCheckpoint], int] | None = None,
 ) -> CommittedCheckpoint | None:
     """The newest checkpoint of the training that `find_start` will go on with; None if it will
     start anew. Nothing is verified or moved.
@@ -130,15 +131,25 @@ def resumable(
     return None if place is None else committed(place / "checkpoints")[0]
 
 
+def come_to(recipe: Recipe, found: CommittedCheckpoint) -> int:
+    """How many rows of the data's order the training of a checkpoint has come to."""
+    rollout = found.commit.get("rollout") or {}
+    begun = [*rollout.get("ahead", {"answers": {}})["answers"]]
+    begun += [rollout["number"]] if "number" in rollout else []
+    return rows_come_to(recipe, found.step, 1 + max(map(int, begun), default=-1))
+
+
 def _compared(
-    found: CommittedCheckpoint, identity: Mapping[str, Any], come_to: Callable[[int], int] | None
+    found: CommittedCheckpoint,
+    identity: Mapping[str, Any],
+    come_to: Callable[[CommittedCheckpoint], int] | None,
 ) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
     """The identity of a checkpoint's training and `identity`, as far as training has come, and the
     parts in which they differ.
     """
     identity = _with_left_out(identity, found)
     batch = int(identity["train.global_batch"])
-    rows = found.step * batch if come_to is None else come_to(found.step)
+    rows = found.step * batch if come_to is None else come_to(found)
     known = found.commit["identity"]
     place = sequence_position(rows, [(first, end) for first, end in known.get("data.skip", [])])
     before, now = _so_far(known, place), _so_far(identity, place)

@@ -18,7 +18,6 @@ from ingot.base.reports import VerbOutcome, file_sizes
 from ingot.base.runlog import read_lines
 from ingot.checkpoints.store import CommittedCheckpoint
 from ingot.config.automatic import Planner
-from ingot.config.length import rows_come_to
 from ingot.config.models.weights import model_hash
 from ingot.config.recipe import Recipe
 from ingot.data.batches.prompts import check_prompts
@@ -30,7 +29,13 @@ from ingot.models.device import (
 )
 from ingot.parallel.mesh import running_mesh
 from ingot.train.announcement import announce
-from ingot.train.assembly import TrainingProcess, make_hooks, make_step_context, open_batches
+from ingot.train.assembly import (
+    Hooks,
+    TrainingProcess,
+    make_hooks,
+    make_step_context,
+    open_batches,
+)
 from ingot.train.automatic_layout import decided, starting_layout
 from ingot.train.build import (
     build_train_state,
@@ -55,6 +60,7 @@ from ingot.train.reference import reference_tables
 from ingot.train.resume import (
     FIELDS,
     check_steps,
+    come_to,
     complete,
     exchange_missing,
     fetch_missing,
@@ -64,7 +70,7 @@ from ingot.train.resume import (
 )
 from ingot.train.rollback import RolledBack, roll_back, with_left_out
 from ingot.train.setup import TrainSetup, make_setup
-from ingot.train.step import run_steps
+from ingot.train.step import LoopEnd, StepContext, run_steps
 
 
 def train(recipe: Recipe, *, fresh: bool = False, planner: Planner | None = None) -> VerbOutcome:
@@ -157,11 +163,7 @@ def _train_from_checkpoint(
         hooks.do_owed(start)
         if first < setup.last and not hooks.evaluation.is_over:
             try:
-                end = run_steps(context, first, setup.last)
-                hooks.skips.finish()  # also where a signal came: no checkpoint may pass them over
-            except LateMetric as late:
-                hooks.checkpoint.finish(late.step)
-                raise
+                end = _run_steps(context, hooks, first, setup.last)
             except TooManySkipped as bad:
                 raise roll_back(bad, setup, hooks.checkpoint, mesh, events, process.heart) from None
             reached, stopped = end.step, end.stopped
@@ -184,6 +186,20 @@ def _train_from_checkpoint(
         mesh.from_main(lambda: export_run(setup, state, exported))
         # Computed on rank 0 only, since each node may have its own disk.
         return mesh.from_main(lambda: _outcome(recipe, first, reached, exported, seconds))
+
+
+def _run_steps(context: StepContext, hooks: Hooks, first: int, last: int) -> LoopEnd:
+    """Run the steps, and judge the last of them before any checkpoint, also where a signal came:
+    none may pass over steps that are too many to skip.
+    """
+    try:
+        end = run_steps(context, first, last)
+    except LateMetric as late:
+        hooks.skips.finish()
+        hooks.checkpoint.finish(late.step)
+        raise
+    hooks.skips.finish()
+    return end
 
 
 def _record_start(
@@ -240,7 +256,7 @@ def _find_start(
         newest=newest,
         allow=recipe.resume.allow,
         reads=(*FIELDS, "rollout") if recipe.objective.samples_answers else FIELDS,
-        come_to=partial(rows_come_to, recipe),
+        come_to=partial(come_to, recipe),
         before_anew=before_anew,
         last=setup.last,
         on_change=lambda found, changed: events.emit("changed", step=found.step, cause=changed),

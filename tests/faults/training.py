@@ -840,8 +840,8 @@ FAULTS = [
     Fault(
         "the-last-step-is-not-judged",
         "ingot/train/trainer.py",
-        "                hooks.skips.finish()  # also",
-        "                # also",
+        "    hooks.skips.finish()\n    return end\n",
+        "    return end\n",
         "a training whose last steps were all not taken ends as a success and is exported",
         "tests/train/test_skipping.py",
     ),
@@ -888,7 +888,7 @@ FAULTS = [
     Fault(
         "where-other-data-began-is-asked-anew",
         "ingot/train/beginning.py",
-        "None if fresh else resumable(recipe.folder, identity, allow, come_to)",
+        "None if fresh else resumable(recipe.folder, identity, allow, passed)",
         "None",
         "a resumed stage reads its data from elsewhere, since the run that it started from went on",
         "tests/train/test_origin.py",
@@ -1136,7 +1136,7 @@ FAULTS = [
     Fault(
         "late-metric-costs-steps",
         "ingot/train/trainer.py",
-        "                hooks.checkpoint.finish(late.step)\n",
+        "        hooks.checkpoint.finish(late.step)\n",
         "",
         "a metric that a later step brings ends the run, and the steps since the checkpoint go",
         "tests/train/test_metrics.py",
@@ -1274,8 +1274,8 @@ FAULTS = [
     Fault(
         "a-signal-passes-over-bad-steps",
         "ingot/train/trainer.py",
-        "                hooks.skips.finish()  # also",
-        "                if not end.stopped:\n                    hooks.skips.finish()  # also",
+        "    hooks.skips.finish()\n    return end\n",
+        "    if not end.stopped:\n        hooks.skips.finish()\n    return end\n",
         "a training with too many bad steps goes on behind them, since a signal came with the last",
         "tests/train/test_skipping.py",
     ),
@@ -1298,10 +1298,26 @@ FAULTS = [
     Fault(
         "come-to-without-what-is-ahead",
         "ingot/config/length.py",
-        "(math.ceil(steps / updates) + ahead)",
-        "math.ceil(steps / updates)",
+        "math.ceil(steps / updates) + ahead, rollouts",
+        "math.ceil(steps / updates), rollouts",
         "prompts are left out whose answers, sampled ahead, are still trained on",
         "tests/train/rollout/test_rollout.py",
+    ),
+    Fault(
+        "answers-that-were-there-are-sampled-again",
+        "ingot/train/rollout/rollout.py",
+        "self._number == step // self.settings.updates:",
+        "step % self.settings.updates:",
+        "a training on rewards that a signal ends between two rollouts goes on with other answers",
+        "tests/train/rollout/test_ahead.py",
+    ),
+    Fault(
+        "a-refusal-passes-over-bad-steps",
+        "ingot/train/checkpointing.py",
+        "            self._judge()  # no",
+        "            # no",
+        "a training whose last steps were all not taken is a success, since a judge did not answer",
+        "tests/train/test_skipping.py",
     ),
     Fault(
         "an-adapter-of-another-scale",

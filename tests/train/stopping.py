@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from typing import Any
+
 import pytest
 
 from ingot.base.errors import Stopped
@@ -22,3 +26,15 @@ def train_until(step: int, recipe: Recipe) -> None:
         patch.setattr("ingot.train.trainer.run_steps", stop)
         with pytest.raises(Stopped):
             train(recipe)
+
+
+def asked_to_stop_in(last: int, patch: pytest.MonkeyPatch) -> None:
+    """A signal comes in step `last` (from 1)."""
+    accumulate = loop.accumulate_gradients
+
+    def stopping(context: Any, number: int, batches: Any) -> Any:
+        if number + 1 == last:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return accumulate(context, number, batches)
+
+    patch.setattr(loop, "accumulate_gradients", stopping)

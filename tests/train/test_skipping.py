@@ -5,9 +5,7 @@ training or send it back without their data.
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,6 +19,7 @@ from ingot.base.heartbeat import beats_of_main
 from ingot.base.runlog import read_lines
 from ingot.checkpoints.store import committed
 from ingot.config.recipe import Recipe
+from ingot.evaluate.subject import NotJudged
 from ingot.train import step
 from ingot.train.goodput import EventSink
 from ingot.train.hooks import SkipHook, TooManySkipped
@@ -29,6 +28,7 @@ from ingot.train.step import SPIKE_WARMUP, SpikeDetector
 from ingot.train.trainer import train
 from tests.ranks import run_ranks
 from tests.small import copy_of, small_recipe
+from tests.train.stopping import asked_to_stop_in
 
 
 def judged(spikes: SpikeDetector, norm: float, wrong: bool = False) -> bool:
@@ -370,18 +370,6 @@ def test_a_checkpoint_that_waits_is_made_by_the_next_attempt(
     assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(recipe).items())
 
 
-def asked_to_stop_in(last: int, patch: pytest.MonkeyPatch) -> None:
-    """A signal comes in step `last` (from 1)."""
-    accumulate = step.accumulate_gradients
-
-    def stopping(context: Any, number: int, batches: Any) -> Any:
-        if number + 1 == last:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return accumulate(context, number, batches)
-
-    patch.setattr(step, "accumulate_gradients", stopping)
-
-
 def test_a_signal_does_not_pass_over_too_many(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It came with the last of them: no checkpoint may stand behind them."""
     poison(monkeypatch, range(20, 28))
@@ -389,6 +377,20 @@ def test_a_signal_does_not_pass_over_too_many(root: Path, monkeypatch: pytest.Mo
     asked_to_stop_in(7, monkeypatch)
     with pytest.raises(Failed, match="not finite in 2 steps in a row, 6 to 7"):
         train(recipe)
+    assert committed(recipe.folder.checkpoints)[0].step == 4
+
+
+def test_a_refused_evaluation_does_not_pass_over_too_many(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of the last step, which was not taken, is done all the same; its judge may be down."""
+    poison(monkeypatch, range(16, 24))
+    recipe = small_recipe(root, **{**KNOBS, "train__steps": 6}, train__evaluate_every=6)
+    down = mock.Mock(side_effect=NotJudged("the judge is down"))
+    monkeypatch.setattr("ingot.train.evaluation.validation_losses", down)
+    with pytest.raises(Failed, match="not finite in 2 steps in a row, 5 to 6"):
+        train(recipe)
+    down.assert_called_once()
     assert committed(recipe.folder.checkpoints)[0].step == 4
 
 

@@ -124,13 +124,14 @@ class Rollout:
         return self._batches
 
     def state(self, step: int) -> dict[str, Any]:
-        """What a checkpoint after `step` steps needs of the rollout that it lies inside of, and of
-        those that are sampled ahead. Collective.
+        """What a checkpoint after `step` steps needs of the rollout that it lies inside of, or that
+        the next step would begin with where a signal came in between, and of those that are sampled
+        ahead. Collective.
         """
         held: dict[str, Any] = {}
         if self._ahead is not None:
             held["ahead"] = self._ahead.state(self._beat)
-        if self._answers is not None and step % self.settings.updates:
+        if self._answers is not None and self._number == step // self.settings.updates:
             said = {name: value for name, value in self.metrics.items() if np.isfinite(value)}
             held |= {"number": self._number, "answers": self._answers.pack(), "metrics": said}
         return held

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from ingot.base.errors import Stopped
 from ingot.checkpoints.store import committed
 from ingot.config.recipe import Recipe
 from ingot.models.native.decoder import Decoder
+from ingot.train.resume import come_to
 from ingot.train.rollout.policy import own_checksum
 from ingot.train.rollout.rollout import Rollout
 from ingot.train.rollout.sampling import AnswerSampler, SampleTask
@@ -23,7 +25,7 @@ from tests.ranks import run_ranks
 from tests.train.rollout.digits import apart, digits_recipe, odd_known
 from tests.train.rollout.test_layouts import KL, UNEVEN, on_ranks, same_as
 from tests.train.rollout.test_rollout import logged, told, weights
-from tests.train.stopping import train_until
+from tests.train.stopping import asked_to_stop_in, train_until
 
 FAST = {"train__optimizer": "{kind: sgd, lr: 0.5}", "train__schedule": "{kind: constant}"}
 AHEAD = {"staleness": 2, "updates": 2}
@@ -105,6 +107,28 @@ def test_what_was_killed_goes_on_with_the_answers_that_were_under_way(
     # Nothing is sampled that nobody would train on.
     last = next(iter(committed(whole.folder.checkpoints)))
     assert last.commit["rollout"]["ahead"] == {"answers": {}, "weights": {}}
+
+
+def test_a_signal_before_a_rollout_leaves_its_answers(
+    ready: Path, whole: Recipe, tmp_path: Path
+) -> None:
+    """They are there when the ranks agree to stop, and the weights that they come from are gone.
+    Rows whose answers are sampled can be left out no more.
+    """
+    broken = apart(ready, tmp_path, AHEAD, **LONG)
+    with pytest.MonkeyPatch.context() as patch:
+        asked_to_stop_in(6, patch)
+        with pytest.raises(Stopped):
+            train(broken)
+    newest = committed(broken.folder.checkpoints)[0]
+    held = newest.commit["rollout"]
+    assert (newest.step, held["number"], sorted(held["ahead"]["answers"])) == (6, 3, ["4"])
+    assert come_to(broken, newest) == 5 * 4
+    train(broken)
+    found, wanted = weights(broken), weights(whole)
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    assert logged(broken, "rollout/behind") == logged(whole, "rollout/behind")
+    assert told(broken) == told(whole)
 
 
 @pytest.mark.drawn("layouts of a training on rewards")
