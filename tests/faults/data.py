@@ -1325,7 +1325,7 @@ FAULTS = [
     ),
     Fault(
         "an-end-in-the-middle",
-        "ingot/data/sources/tables.py",
+        "ingot/data/sources/arrow_batches.py",
         "if not is_file and stream.read(1):",
         "if False:",
         "zeros over the header of a batch end a file early, and the rest is trained without",
@@ -1334,7 +1334,7 @@ FAULTS = [
     Fault(
         "values-beyond-their-batch",
         "ingot/data/sources/tables.py",
-        "_whole(batch.select(columns))",
+        "whole(batch.select(columns))",
         "batch.select(columns)",
         "a damaged table is read beyond its end, and what lies in memory becomes text",
         "tests/data/sources/test_tables.py",
@@ -1378,5 +1378,14 @@ FAULTS = [
         "int(task is tasks[0] or round(after / distance) > round(begin / distance))",
         "of a large document beside small ones a vocabulary sees far less than its share",
         "tests/data/test_prepare.py",
+    ),
+    Fault(
+        "one-text-costs-all",
+        "ingot/data/sources/arrow_batches.py",
+        "    if types.is_dictionary(kind):\n"
+        "        return pa.dictionary(kind.index_type, _as_bytes(kind.value_type), kind.ordered)\n",
+        "",
+        "one text that is not UTF-8 ends the file, and all rows behind it are left out",
+        "tests/data/sources/test_tables.py",
     ),
 ]

@@ -16,6 +16,7 @@ from ingot.base.exact_json import parse_json
 from ingot.base.lazy import lazy_import
 from ingot.data.documents.kinds import DocumentExtractor
 from ingot.data.documents.records import EMPTY, BadRecord, ParsedDocument
+from ingot.data.sources.arrow_batches import arrow_batches, whole
 from ingot.data.sources.presence import files_among, smallest_leaf, with_presence
 
 if TYPE_CHECKING:
@@ -28,7 +29,6 @@ PARQUET_ROWS = 1024
 FILE_ROWS = 64
 """So many where each may have images beside it, of which there may be no smaller part."""
 BUFFER_BYTES = 1 << 20
-ARROW_FILE = b"ARROW1"
 UNREADABLE = (ValueError, OverflowError, RecursionError)
 """What Arrow raises for a value that Python has not, text that is not UTF-8 among them; and what
 the parser does for a text that is not JSON.
@@ -157,60 +157,15 @@ def arrow(
 ) -> Iterator[ParsedDocument | BadRecord]:
     """Rows of an Arrow IPC stream (what the `datasets` library saves) or file, counted from 1."""
     try:
-        batches = _arrow_batches(stream)
+        batches = arrow_batches(stream)
     except (pa.ArrowException, OSError) as error:
         yield BadRecord(1, "broken Arrow", str(error)[:120], ends_file=True)
         return
     schema = next(batches)
     columns, extractor = columns_of(schema, path, extractor), with_classes(extractor, schema)
     files = files_among(schema, extractor.asked_columns)
-    told = (with_presence(_whole(batch.select(columns)), files) for batch in batches)
+    told = (with_presence(whole(batch.select(columns)), files) for batch in batches)
     yield from _rows(told, "Arrow", extractor, schema.names)
-
-
-def _arrow_batches(stream: IO[bytes]) -> Iterator[Any]:
-    """The schema, then the record batches one by one."""
-    is_file = stream.read(len(ARROW_FILE)) == ARROW_FILE
-    stream.seek(0)
-    reader = pa.ipc.open_file(stream) if is_file else pa.ipc.open_stream(stream)
-    batches = (
-        (reader.get_batch(number) for number in range(reader.num_record_batches))
-        if is_file
-        else reader
-    )
-
-    def chained() -> Iterator[Any]:
-        yield reader.schema
-        yield from batches
-        if not is_file and stream.read(1):
-            raise pa.ArrowInvalid("more follows behind what says that it is the end")
-
-    return chained()
-
-
-def _whole(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """The batch; values of a damaged one may lie beyond it, and reading them ends the process.
-    Raises ArrowInvalid for those, and leaves alone what is not UTF-8, which is told by its row.
-    """
-    for column in batch.columns:
-        try:
-            column.validate(full=True)
-        except pa.ArrowInvalid:
-            column.view(_as_bytes(column.type)).validate(full=True)
-    return batch
-
-
-def _as_bytes(kind: pa.DataType) -> pa.DataType:
-    """The type with bytes in place of texts."""
-    if pa.types.is_struct(kind):
-        return pa.struct([field.with_type(_as_bytes(field.type)) for field in kind])
-    if pa.types.is_map(kind):
-        return pa.map_(_as_bytes(kind.key_type), _as_bytes(kind.item_type))
-    if pa.types.is_list(kind):
-        return pa.list_(_as_bytes(kind.value_type))
-    if pa.types.is_large_list(kind):
-        return pa.large_list(_as_bytes(kind.value_type))
-    return {pa.string(): pa.binary(), pa.large_string(): pa.large_binary()}.get(kind, kind)
 
 
 def batch_documents(

@@ -149,13 +149,47 @@ def test_a_value_beyond_its_batch_is_not_read(written: Callable[[pa.Table], byte
     assert bad([told]) == [(1, "broken Arrow")]
 
 
-def test_a_text_in_a_chat_that_is_not_utf8_costs_its_row_alone() -> None:
-    said = pa.array([b"a", b"b", b"\xff", b"d"], pa.binary()).view(pa.string())
+SAID = pa.array([b"a", b"b", b"\xff", b"d"], pa.binary()).view(pa.string())
+"""Arrow makes texts of bytes that are not UTF-8, and says so only when asked."""
+COUNTED = pa.DictionaryArray.from_arrays(pa.array(range(4), pa.int32()), SAID, safe=False)
+AS_TEXT = {
+    "string": SAID,
+    "large_string": SAID.view(pa.binary()).cast(pa.large_binary()).view(pa.large_string()),
+    "string_view": SAID.view(pa.binary()).cast(pa.binary_view()).view(pa.string_view()),
+    "dictionary": COUNTED,
+}
+
+
+@pytest.mark.parametrize("said", AS_TEXT.values(), ids=AS_TEXT)
+@pytest.mark.parametrize("written", [arrow_file, arrow_stream])
+def test_a_text_that_is_not_utf8_costs_its_row_alone(
+    written: Callable[[pa.Table], bytes], said: pa.Array
+) -> None:
+    items = read(written(pa.table({"text": said})), "arrow")
+    assert (texts(items), bad(items)) == (["a", "b", "d"], [(3, "invalid UTF-8")])
+
+
+TWOS, BEGINS = pa.array([2, 2], pa.int32()), pa.array([0, 2], pa.int32())
+CHATS_OF: dict[str, Callable[[pa.Array], pa.Array]] = {
+    "list": lambda turns: pa.ListArray.from_arrays(pa.array([0, 2, 4], pa.int32()), turns),
+    "large_list": lambda turns: pa.LargeListArray.from_arrays(pa.array([0, 2, 4]), turns),
+    "fixed_size_list": lambda turns: pa.FixedSizeListArray.from_arrays(turns, 2),
+    "list_view": lambda turns: pa.ListViewArray.from_arrays(BEGINS, TWOS, turns),
+    "large_list_view": lambda turns: pa.LargeListViewArray.from_arrays(
+        BEGINS.cast(pa.int64()), TWOS.cast(pa.int64()), turns
+    ),
+}
+
+
+@pytest.mark.parametrize("chats_of", CHATS_OF.values(), ids=CHATS_OF)
+@pytest.mark.parametrize("said", AS_TEXT.values(), ids=AS_TEXT)
+def test_a_text_in_a_chat_that_is_not_utf8_costs_its_row_alone(
+    said: pa.Array, chats_of: Callable[[pa.Array], pa.Array]
+) -> None:
     turns = pa.StructArray.from_arrays([pa.array(["user", "assistant"] * 2), said], TURN)
-    chats = pa.ListArray.from_arrays(pa.array([0, 2, 4], pa.int32()), turns)
-    data = arrow_stream(pa.table({"messages": chats}))
+    data = arrow_stream(pa.table({"messages": chats_of(turns)}))
     items = list(parse_file(io.BytesIO(data), "file", "arrow", DocumentExtractor(documents="chat")))
-    assert (len(texts(items)), [row for row, _ in bad(items)]) == (1, [2])
+    assert (len(texts(items)), bad(items)) == (1, [(2, "invalid UTF-8")])
 
 
 @pytest.mark.parametrize(
