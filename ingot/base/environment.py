@@ -38,14 +38,16 @@ _SECRET = re.compile(
 )
 _DOTENV_LINE = re.compile(
     r"""
-    ^[ \t]* (?:export[ \t]+)? ([\w.-]+) [ \t]*
-    (?: (=) (?: [ \t]* (['"]) (.*? | (?:(?!\3)[\s\S])*) \3 [ \t]* (?:[ \t]\#.*)? | (.*) )
-    | (?!=).* )$
+    ^[ \t]* (?:export[ \t]+)? ([\w.-]+) [ \t]* =
+    (?: [ \t]* (?: "( (?:\\.|[^\\\n])*? | (?:\\[\s\S]|[^"\\])* )" | '( .*? | [^']* )' )
+        [ \t]* (?:[ \t]\#.*)? $
+    | (.*) $ )
+    | ^ (.+) $
     """,
     re.MULTILINE | re.VERBOSE,
 )
-"""A line that begins with a name; if it is assigned to, `=`, and the value behind it, in quotes or
-plain. Quotes end in their line if they can.
+"""A name and the value that it gets, in double quotes, in single ones or plain; or another line.
+Quotes end in their line if they can.
 """
 
 
@@ -120,26 +122,38 @@ def ranks(environ: Mapping[str, str] | None = None) -> Ranks:
 
 def read_dotenv(path: Path, prefix: str) -> dict[str, str]:
     """The `NAME=value` lines of a `.env` file whose names begin with `prefix`; `#` comments,
-    `export `, quotes and values in quotes over several lines are understood, nothing is expanded.
-    What else stands there is for others.
+    `export `, quotes, values in quotes over several lines, and a backslash before a double quote or
+    another backslash in double ones are understood, nothing is expanded. What else stands there is
+    for others.
 
     Raises:
-        WrongInput: a line begins with `prefix` and is none of these, or the file is not UTF-8. It
-            does not show the line, which might hold a secret.
+        WrongInput: a line names such a variable in another way, as `set NAME=value` does, or the
+            file is not UTF-8. It does not show the line, which might hold a secret.
     """
-    values: dict[str, str] = {}
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise WrongInput(f"{path} is not UTF-8 (byte {error.start}); save it as UTF-8") from None
-    for found in _DOTENV_LINE.finditer(text):
-        name, equals, _, quoted, plain = found.groups()
-        if not name.startswith(prefix):
-            continue
-        if not equals:
-            line = text.count("\n", 0, found.start()) + 1
-            raise WrongInput(f"{path}:{line}: the line is not NAME=value; mend or remove it")
-        values[name] = re.split(r"\s#", plain, maxsplit=1)[0].strip() if quoted is None else quoted
+    ours = re.escape(prefix)
+    begins = re.compile(rf"^(?=[ \t]*(?:export[ \t]+)?{ours}[\w.-]*[ \t]*=)", re.MULTILINE)
+    names_ours = re.compile(rf"[^#=]*\b{ours}\w")
+    values: dict[str, str] = {}
+    number = 1
+    for part in begins.split(text):  # quotes that would go on over one of ours were never closed
+        for found in _DOTENV_LINE.finditer(part):
+            name, double, single, plain, other = found.groups()
+            if other is not None and names_ours.match(other):
+                line = number + part.count("\n", 0, found.start())
+                raise WrongInput(f"{path}:{line}: the line is not NAME=value; mend or remove it")
+            if name is None or not name.startswith(prefix):
+                continue
+            if double is not None:
+                values[name] = re.sub(r'\\(["\\])', r"\1", double)
+            elif single is not None:
+                values[name] = single
+            else:
+                values[name] = re.split(r"\s#", plain, maxsplit=1)[0].strip()
+        number += part.count("\n")
     return values
 
 

@@ -41,10 +41,7 @@ BOTH="with # hash"  # not "this"
 NOTHING= # to say
 HASHES=####
 a-b.C=names of others
-KEY="-----BEGIN KEY-----
-AbC=
-INSIDE=it
------END KEY-----" # over several lines
+ESCAPED="say \\"hi\\" # C:\\\\dir \\d"
 OPEN="as it is
   SPACED = around
 URL=https://host/?a=b
@@ -63,7 +60,7 @@ TAGGED=one#two # three
         "NOTHING": "",
         "HASHES": "####",
         "a-b.C": "names of others",
-        "KEY": "-----BEGIN KEY-----\nAbC=\nINSIDE=it\n-----END KEY-----",
+        "ESCAPED": 'say "hi" # C:\\dir \\d',
         "OPEN": '"as it is',
         "SPACED": "around",
         "URL": "https://host/?a=b",
@@ -72,7 +69,45 @@ TAGGED=one#two # three
     }
 
 
-@pytest.mark.parametrize("line", ["INGOT_KEY hf_secret", "export INGOT_A B=hf_secret", "INGOT_KEY"])
+def test_quotes_of_a_dotenv_file_go_over_lines_but_never_over_a_setting(tmp_path: Path) -> None:
+    """An apostrophe of another's must not take the settings up to the next one with it."""
+    path = tmp_path / ".env"
+    path.write_text("""\
+INGOT_KEY="-----BEGIN \\"KEY\\"-----
+AbC=
+INSIDE=it
+-----END KEY-----" # over several lines
+OTHERS='set INGOT_A 1
+'
+GREETING="hello
+INGOT_TRAIN__STEPS=7
+BYE="
+MESSAGE='it
+export INGOT_SEED=3
+'
+""")
+    assert read_dotenv(path, "INGOT_") == {
+        "INGOT_KEY": '-----BEGIN "KEY"-----\nAbC=\nINSIDE=it\n-----END KEY-----',
+        "INGOT_TRAIN__STEPS": "7",
+        "INGOT_SEED": "3",
+    }
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "INGOT_KEY hf_secret",
+        "export INGOT_A B=hf_secret",
+        "INGOT_KEY",
+        "INGOT_KEY: hf_secret",
+        "set INGOT_KEY=hf_secret",
+        "setenv INGOT_KEY hf_secret",
+        "declare -x INGOT_KEY=hf_secret",
+        '"INGOT_KEY"=hf_secret',
+        "- INGOT_KEY=hf_secret",
+        "$env:INGOT_KEY=hf_secret",
+    ],
+)
 def test_a_setting_that_is_no_assignment_is_named_by_its_line(tmp_path: Path, line: str) -> None:
     path = tmp_path / ".env"
     path.write_text(f"OK=1\nINGOT_KEY=x\n{line}\n")
@@ -81,7 +116,19 @@ def test_a_setting_that_is_no_assignment_is_named_by_its_line(tmp_path: Path, li
     assert str(error.value) == f"{path}:3: the line is not NAME=value; mend or remove it"
 
 
-@pytest.mark.parametrize("line", ["hf_secret", "KEY: hf_secret", "=value", "source other.env"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "hf_secret",
+        "KEY: hf_secret",
+        "=value",
+        "source other.env",
+        "set KEY=INGOT_KEY",
+        "NO_INGOT_KEY hf_secret",
+        "# set INGOT_KEY=hf_secret",
+        "source other.env # not INGOT_KEY",
+    ],
+)
 def test_what_is_for_others_is_passed_over(tmp_path: Path, line: str) -> None:
     path = tmp_path / ".env"
     path.write_text(f"OK=1\n{line}\nINGOT_SEED=3\n")

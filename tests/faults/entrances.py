@@ -896,4 +896,20 @@ FAULTS = [
         "the page of a long training takes gigabytes of the memory of its first rank",
         "tests/report/test_metrics.py",
     ),
+    Fault(
+        "settings-in-another-dialect",
+        "ingot/base/environment.py",
+        "names_ours.match(other)",
+        "other.startswith(prefix)",
+        "`set INGOT_X=1` in a .env is passed over, and a run goes on without what it was told",
+        "tests/base/test_environment.py",
+    ),
+    Fault(
+        "settings-in-quotes-of-others",
+        "ingot/base/environment.py",
+        "begins.split(text)",
+        "[text]",
+        "an apostrophe that somebody else left open in a .env takes our settings with it",
+        "tests/base/test_environment.py",
+    ),
 ]
