@@ -96,13 +96,31 @@ def value_of(text: str) -> Any:
 
 def typed_value(text: str) -> Any:
     """The value of a text that was typed for one setting, where a `#` is a letter like others:
-    only a list or mapping of several lines has comments. Raises as `value_of` does.
+    only a list, a mapping and a block of several lines have comments. Any other text of several
+    lines is itself the value, unless all of it is in quotes: YAML would fold its lines into one.
+    Raises as `value_of` does.
     """
-    if "#" not in text:
-        return value_of(text)
-    if len(text.splitlines()) > 1 and isinstance(compose(text), yaml.CollectionNode):
-        return value_of(text)
-    return _with_hashes(value_of(text.replace("#", _HASH)))
+    letters = text.replace("#", _HASH)
+    if len(text.strip().splitlines()) > 1:
+        node = _composed(text)
+        if isinstance(node, yaml.CollectionNode) or _style(node) in ("|", ">"):
+            return value_of(text)
+        if not _style(_composed(letters)):
+            return text
+    return _with_hashes(value_of(letters))
+
+
+def _composed(text: str) -> yaml.Node | None:
+    """The node of a document; None of an empty one, and of what is no YAML."""
+    try:
+        return compose(text)
+    except yaml.YAMLError:
+        return None
+
+
+def _style(node: yaml.Node | None) -> str | None:
+    """What a scalar is written with: quotes, or the sign of a block; nothing if it is plain."""
+    return node.style if isinstance(node, yaml.ScalarNode) else None
 
 
 def _with_hashes(value: Any) -> Any:

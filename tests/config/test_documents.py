@@ -101,11 +101,41 @@ def test_what_libyaml_writes_otherwise_is_known() -> None:
         ("'a # b'", "a # b"),
         ("a#b", "a#b"),
         ("{a: b #3, c: [#, 1]}", {"a": "b #3", "c": ["#", 1]}),
-        ("Follow it.\n# Rules", "Follow it. # Rules"),
         ("a: 1 # one\nb: 2", {"a": 1, "b": 2}),
     ],
 )
 def test_a_hash_that_was_typed_is_a_letter(text: str, value: object) -> None:
+    assert documents.typed_value(text) == value
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "one\ntwo\n\nthree\n",
+        "Follow it.\n# Rules",
+        "# Title\n# Rules",
+        "x = 1 # one\n# two\ny = 2",
+        "'Title'\n# Rules",
+        "> as she said\nI say",
+        "one\n---\ntwo",
+    ],
+)
+def test_lines_that_were_typed_stay_lines(text: str) -> None:
+    assert documents.typed_value(text) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("\n7\n", 7),
+        ("\n", None),
+        ("- a # one\n- b", ["a", "b"]),
+        ("| # as it is\n  one\n  # two\n", "one\n# two\n"),
+        ("'one\n\n  # two'", "one\n# two"),
+        ('"one #\\n\\\n  two"', "one #\ntwo"),
+    ],
+)
+def test_yaml_of_several_lines_may_be_typed(text: str, value: object) -> None:
     assert documents.typed_value(text) == value
 
 

@@ -754,7 +754,7 @@ FAULTS = [
     Fault(
         "typed-behind-a-hash",
         "ingot/config/documents.py",
-        '_with_hashes(value_of(text.replace("#", _HASH)))',
+        "_with_hashes(value_of(letters))",
         "value_of(text)",
         "a typed setting loses what stands behind a hash, and a run goes into another folder",
         "tests/config/test_documents.py",
@@ -911,5 +911,13 @@ FAULTS = [
         "[text]",
         "an apostrophe that somebody else left open in a .env takes our settings with it",
         "tests/base/test_environment.py",
+    ),
+    Fault(
+        "typed-lines-folded",
+        "ingot/config/documents.py",
+        "        if not _style(_composed(letters)):\n            return text\n",
+        "",
+        "a prompt of several lines that was typed is folded into one line",
+        "tests/config/test_documents.py",
     ),
 ]
