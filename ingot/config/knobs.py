@@ -73,6 +73,8 @@ ELSEWHERE = {
     "warmup_steps": "train.schedule.warmup",
 }
 """What transformers, TRL, axolotl and LLaMA-Factory call a knob -> the knob."""
+OF_VARIABLES = {"cloud.secrets", "launch.environment"}
+"""The mappings whose keys are names of environment variables."""
 
 
 @dataclass(frozen=True)
@@ -169,10 +171,13 @@ def _all_knobs(path: tuple[str, ...]) -> tuple[Knob, ...]:
     return tuple(knobs(installed=True))
 
 
-def free_mappings() -> set[str]:
-    """The plain paths of the knobs that are mappings with keys of any name."""
+def free_mappings() -> dict[str, bool]:
+    """The plain paths of the knobs that are mappings with keys of any name -> whether these name
+    environment variables.
+    """
     sections = {knob.plain.rpartition(".")[0] for knob in all_knobs()}
-    return {knob.plain for knob in all_knobs() if knob.type == "mapping"} - sections
+    found = {knob.plain for knob in all_knobs() if knob.type == "mapping"} - sections
+    return {path: path in OF_VARIABLES for path in found}
 
 
 def find_knob(path: str) -> list[Knob]:

@@ -219,15 +219,17 @@ def read_values(
 
 
 def _names(variable: str) -> list[str]:
-    """The names that a variable's parts mean: knobs in any case, and keys of a mapping as they are,
-    such as those of `launch.environment`.
+    """The names that a variable's parts mean: knobs in any case; keys of a mapping as they are if
+    they name variables or have a small letter, else in small letters, as most keys are written.
     """
     parts = variable.split("__")
     names = [part.lower() for part in parts]
     for count in range(2, len(parts)):
         path = ".".join(name for name in names[:count] if not name.isdecimal())
-        if path in free_mappings():
-            return names[:count] + parts[count:]
+        as_is = free_mappings().get(path)
+        if as_is is not None:
+            keys = [key if as_is or not key.isupper() else key.lower() for key in parts[count:]]
+            return names[:count] + keys
     return names
 
 

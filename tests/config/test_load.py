@@ -379,14 +379,21 @@ def test_a_bad_override_is_named_as_it_was_typed(tmp_path: Path, override: str, 
     assert said(tmp_path, GOOD, override) == line
 
 
-def test_keys_of_a_mapping_in_a_variable_keep_their_case(tmp_path: Path) -> None:
+def test_keys_of_a_mapping_in_a_variable_have_the_case_that_is_meant(tmp_path: Path) -> None:
+    """Names of variables as they are; others as well, unless they are written as a knob may be."""
     environ = {
         "INGOT_LAUNCH__ENVIRONMENT__NCCL_DEBUG": "INFO",
+        "INGOT_CLOUD__SECRETS__HF_TOKEN": "secret:hf-token",
+        "INGOT_LAUNCH__SLURM__OPTIONS__QOS": "high",
+        "INGOT_MODEL__CONFIG__ROPE_SCALING__Factor": "2",
         "INGOT_DATA__TRAIN__0__COLUMNS__text": "Body",
         "INGOT_PIPELINE__STEPS__TRAIN__NODES": "2",
     }
     recipe = load(tmp_path, GOOD, environ=environ)
     assert recipe.launch.environment == {"NCCL_DEBUG": "INFO"}
+    assert recipe.cloud.secrets == {"HF_TOKEN": "secret:hf-token"}
+    assert recipe.launch.slurm.options == {"qos": "high"}
+    assert recipe.model.config == {"rope_scaling": {"Factor": 2}}
     assert recipe.data.train[0].columns == {"text": "Body"}
     assert recipe.pipeline.steps["train"].nodes == 2
     dotenv = "INGOT_CLOUD__PRICES__a2-highgpu-1g=3.5\n"

@@ -770,7 +770,7 @@ FAULTS = [
     Fault(
         "keys-of-others-in-lower-case",
         "ingot/config/load.py",
-        "return names[:count] + parts[count:]",
+        "return names[:count] + keys",
         "return names",
         "a variable for the processes of a training is set under a name that nothing reads",
         "tests/config/test_load.py",
@@ -919,5 +919,13 @@ FAULTS = [
         "",
         "a prompt of several lines that was typed is folded into one line",
         "tests/config/test_documents.py",
+    ),
+    Fault(
+        "options-of-slurm-in-capitals",
+        "ingot/config/load.py",
+        "key if as_is or not key.isupper() else key.lower()",
+        "key",
+        "an option that a variable gives Slurm is written in capitals, which sbatch does not know",
+        "tests/config/test_load.py",
     ),
 ]
