@@ -69,6 +69,7 @@ def find_files(pattern: str) -> list[str]:
     none. Folders are walked recursively, those that a glob matches as well. What exists by that
     very name is no glob, such as a folder `run[1]`.
     """
+    pattern = pattern.removeprefix("file://")
     if is_remote(pattern):
         filesystem, root = _remote().core.url_to_fs(pattern)
         found = _remote_files(filesystem, root)
@@ -84,6 +85,32 @@ def find_files(pattern: str) -> list[str]:
         elif os.path.exists(name):
             files.add(name)
     return sorted(files)
+
+
+def is_hidden(file: str, pattern: str) -> bool:
+    """Whether a file that `find_files` found by `pattern` is hidden there, as what Finder, git or
+    Jupyter keep in a folder is: its name, or a folder of it that the pattern does not spell out,
+    begins with a dot. A file that is itself named is not.
+    """
+    named, full = _without_scheme(pattern).rstrip("/"), _without_scheme(file)
+    below = full[len(named) :] if f"{full}/".startswith(f"{named}/") else name_below(file, pattern)
+    return any(part.startswith(".") for part in below.split("/"))
+
+
+def name_below(file: str, pattern: str) -> str:
+    """The name of a file that `find_files` found by `pattern`, relative to the folder that this
+    names, or to the one before its first wildcard.
+    """
+    parts, full = _without_scheme(pattern).split("/"), _without_scheme(file)
+    plain = next((number for number, part in enumerate(parts) if glob.has_magic(part)), len(parts))
+    root = "/".join(parts[:plain]).rstrip("/")
+    if full == root or not full.startswith(root):
+        return full.rpartition("/")[2]
+    return full[len(root) :].lstrip("/")
+
+
+def _without_scheme(path: str) -> str:
+    return path.rpartition("://")[2].lstrip("/")
 
 
 def _literal_start(pattern: str, exists: Callable[[str], bool]) -> str:

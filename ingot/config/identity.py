@@ -16,7 +16,7 @@ from ingot.base.errors import differing
 from ingot.base.markers import fingerprint
 from ingot.base.masking import keys_hidden
 from ingot.base.runfolder import model_folder
-from ingot.base.storage import find_files, is_remote, sampled_sha256, sha256_file
+from ingot.base.storage import find_files, is_hidden, is_remote, sampled_sha256, sha256_file
 from ingot.config.doors import (
     FAMILIES,
     OBJECTIVES,
@@ -154,13 +154,15 @@ def _task_of(recipe: Recipe, metric: str) -> dict[str, Any]:
 
 def items_identity(recipe: Recipe, metric: str) -> dict[str, str]:
     """Fingerprints of the local files with the items of the task whose metric that is, and of what
-    judges them, by their paths: other items under the same name are another measure.
+    judges them, by their paths: other items under the same name are another measure. What is hidden
+    in a folder is none of them.
     """
     found = dict[str, str]()
     for task in tasks_of(recipe, metric):
         local = [one for one in task.sources if not SourceSettings(source=one).scheme]
-        for file in (file for one in local if not is_remote(one) for file in find_files(one)):
-            if "__pycache__" not in Path(file).parts:
+        files = [(file, one) for one in local if not is_remote(one) for file in find_files(one)]
+        for file, one in files:
+            if "__pycache__" not in Path(file).parts and not is_hidden(file, one):
                 found[f"evaluate.{task.name}: what stands in {file}"] = sha256_file(file)
         named = f"evaluate.{task.name}.rewards: what stands in "
         found |= rewards_identity(getattr(task, "rewards", []), named)

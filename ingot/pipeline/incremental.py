@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import PurePosixPath
 from typing import Any
 
 import ingot
@@ -36,7 +35,7 @@ from ingot.base.reports import (
 )
 from ingot.base.runfolder import RunFolder, check_no_other_run, folder_lock
 from ingot.base.runlog import record_event
-from ingot.base.storage import find_files, is_remote, stamp, write_atomic
+from ingot.base.storage import find_files, is_hidden, is_remote, stamp, write_atomic
 from ingot.config.identity import changes
 from ingot.config.load import dump_recipe
 from ingot.config.models.lineage import earlier_model
@@ -286,13 +285,12 @@ def _or_as_read(step: PipelineStep, ask: Callable[[], Any], known: Any) -> Any:
 
 
 def _folder_stamp(folder: str) -> str:
-    """Of what is not hidden in it, as Finder's `.DS_Store` is, unless that is what is named."""
+    """Of what is not hidden in it, as Finder's `.DS_Store` is."""
     try:
         files = find_files(folder)
         if not files and is_remote(folder):
             raise Failed(f"{folder} is empty or does not answer; check the address")
-        read = [file for file in files if not _is_hidden(file) or _is_hidden(folder)]
-        return fingerprint([stamp(file) for file in read])
+        return fingerprint([stamp(file) for file in files if not is_hidden(file, folder)])
     except IngotError:
         raise
     except Exception as error:  # each storage client has exceptions of its own
@@ -302,10 +300,6 @@ def _folder_stamp(folder: str) -> str:
             f"{folder} cannot be reached ({type(error).__name__}: {error}); check the network and"
             " your credentials"
         ) from error
-
-
-def _is_hidden(path: str) -> bool:
-    return PurePosixPath(path).name.startswith(".")
 
 
 def describe_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

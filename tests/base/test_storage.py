@@ -21,6 +21,7 @@ from ingot.base.storage import (
     atomic_folder,
     disk_errors,
     find_files,
+    is_hidden,
     is_remote,
     open_read,
     sha256_file,
@@ -215,6 +216,7 @@ def test_files_are_found_by_path_folder_and_glob(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
     assert find_files(str(tmp_path / "a.txt")) == [str(tmp_path / "a.txt")]
+    assert find_files(f"file://{tmp_path}/a.txt") == find_files(str(tmp_path / "a.txt"))
     assert find_files(str(tmp_path / "*.txt")) == [str(tmp_path / "a.txt"), str(tmp_path / "b.txt")]
     assert find_files(str(tmp_path)) == [
         str(tmp_path / name) for name in ("a.txt", "b.txt", "deep/er/c.txt")
@@ -229,6 +231,17 @@ def test_files_are_found_by_path_folder_and_glob(tmp_path: Path) -> None:
         (tmp_path / folder / "x").touch()
     for pattern in ("run[1]", "run[1]/*", "run[1]/[x]"):
         assert find_files(str(tmp_path / pattern)) == [str(tmp_path / "run[1]" / "x")]
+
+
+@pytest.mark.parametrize("root", ["data", "./data", "/home/me/.cache/data", "gs://bucket/.data"])
+def test_hidden_is_what_a_pattern_does_not_spell_out(root: str) -> None:
+    for name in (".DS_Store", ".git/config", "deep/.ipynb_checkpoints/a.txt"):
+        for pattern in (root, f"{root}/", f"{root}/**", f"{root}/*/*"):
+            assert is_hidden(f"{root}/{name}", pattern)
+        assert not is_hidden(f"{root}/{name}", f"{root}/{name}")
+    assert not is_hidden(f"{root}/.git/config", f"{root}/.git")
+    assert not is_hidden(f"{root}/.run[1]/x", f"{root}/.run[1]")
+    assert not is_hidden(f"{root}/deep/a.b", f"{root}/**")
 
 
 def test_object_storage_goes_through_the_same_calls() -> None:

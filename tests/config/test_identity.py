@@ -22,10 +22,11 @@ def items(tmp_path: Path) -> Path:
 
 
 def write(path: Path, answer: int) -> None:
+    path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps({"question": "a", "choices": ["b", "c"], "answer": answer}) + "\n")
 
 
-def quizzed(root: Path, items: Path, **knobs: Any) -> Recipe:
+def quizzed(root: Path, items: Path | str, **knobs: Any) -> Recipe:
     tasks = [{"kind": "choice", "name": "quiz", "source": str(items)}, {"kind": "loss"}]
     return small_recipe(root, evaluate__tasks=tasks, **knobs)
 
@@ -49,6 +50,27 @@ def test_values_on_other_items_do_not_compare(tmp_path: Path, items: Path) -> No
     write(items, answer=1)
     (told,) = changes(before, measured_with(recipe, "quiz/accuracy", "held out"))
     assert told.startswith(f"evaluate.quiz: what stands in {items} ")
+
+
+def test_what_is_hidden_beside_items_is_none_of_them(tmp_path: Path) -> None:
+    """Finder and Jupyter leave it there, and no task reads it."""
+    write(shown := tmp_path / "items" / "a.jsonl", answer=0)
+    recipes = [quizzed(tmp_path, source) for source in (shown.parent, shown.parent / "*", shown)]
+    for number, recipe in enumerate(recipes):
+        before = measured_with(recipe, "quiz/accuracy", "held out")
+        assert f"evaluate.quiz: what stands in {shown}" in before
+        for name in (".DS_Store", ".ipynb_checkpoints/a.jsonl"):
+            write(shown.parent / name, answer=number)
+        assert measured_with(recipe, "quiz/accuracy", "held out") == before
+
+
+@pytest.mark.parametrize("source", ["{}", "file://{}"])
+def test_items_that_are_named_are_fingerprinted(source: str, tmp_path: Path) -> None:
+    write(hidden := tmp_path / ".items.jsonl", answer=0)
+    recipe = quizzed(tmp_path, source.format(hidden))
+    before = measured_with(recipe, "quiz/accuracy", "held out")
+    write(hidden, answer=1)
+    assert changes(before, measured_with(recipe, "quiz/accuracy", "held out"))
 
 
 def test_values_of_an_edited_judge_do_not_compare(tmp_path: Path) -> None:

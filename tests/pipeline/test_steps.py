@@ -392,7 +392,7 @@ def test_what_is_watched_on_one_side_alone_is_not_told_as_a_change(tmp_path: Pat
 
 def test_looking_into_a_folder_changes_nothing_that_a_step_reads(tmp_path: Path) -> None:
     """Finder leaves a file for itself in each folder that it shows, on other disks beside each
-    file one.
+    file one; git and the hub's client have folders of their own in it.
     """
     (tmp_path / "model.safetensors").touch()
 
@@ -403,7 +403,8 @@ def test_looking_into_a_folder_changes_nothing_that_a_step_reads(tmp_path: Path)
         return stamp
 
     before = read()
-    for name in (".DS_Store", "._model.safetensors"):
+    for name in (".DS_Store", "._model.safetensors", ".git/index", ".cache/huggingface/a.lock"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     assert read() == before
     (tmp_path / "config.json").touch()

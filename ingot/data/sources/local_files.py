@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import glob
 import json
 import os
 import platform
@@ -15,7 +14,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ingot.base.errors import Failed, IngotError, WrongInput
-from ingot.base.storage import find_files, is_file, is_remote, open_read, stamp
+from ingot.base.storage import (
+    find_files,
+    is_file,
+    is_hidden,
+    is_remote,
+    name_below,
+    open_read,
+    stamp,
+)
 from ingot.config.sections.data import SourceSettings
 from ingot.data.sources.kind import SourceKind
 from ingot.data.sources.source_file import (
@@ -77,11 +84,11 @@ def find_files_of(source: SourceSettings, knob: str) -> LocalFiles:
             f"{knob} {source.source} cannot be listed ({error}); check the address and your"
             " credentials"
         ) from error
-    names = [utf8_safe(_name(path, pattern)) for path in paths]
+    asked, plain = without_query(pattern), [without_query(path) for path in paths]
     files = [
-        SourceFile(path, name, _format(source, path), _stamp(path))
-        for path, name in zip(paths, names, strict=True)
-        if not _is_hidden(name)
+        SourceFile(path, utf8_safe(name_below(name, asked)), _format(source, path), _stamp(path))
+        for path, name in zip(paths, plain, strict=True)
+        if not is_hidden(name, asked)
     ]
     if not files:
         if Path(pattern).is_dir():
@@ -151,27 +158,6 @@ def _format(source: SourceSettings, path: str) -> Format:
         return source.format
     stem = name_with_ending(path).lower().removesuffix(compression(path))
     return "wikipedia" if DUMP.search(stem) else FORMATS.get(Path(stem).suffix, "text")
-
-
-def _name(path: str, pattern: str) -> str:
-    """A file's name relative to its source: to the source's folder, or to the folder before its
-    first wildcard.
-    """
-    path, pattern = without_query(path), without_query(pattern)
-    parts = _without_scheme(pattern).split("/")
-    plain = next((number for number, part in enumerate(parts) if glob.has_magic(part)), len(parts))
-    root, full = "/".join(parts[:plain]).rstrip("/"), _without_scheme(path)
-    if full == root or not full.startswith(root):
-        return full.rpartition("/")[2]
-    return full[len(root) :].lstrip("/")
-
-
-def _without_scheme(path: str) -> str:
-    return path.rpartition("://")[2].lstrip("/")
-
-
-def _is_hidden(name: str) -> bool:
-    return any(part.startswith(".") for part in name.split("/"))
 
 
 ONE, SEVERAL = "state.json", "dataset_dict.json"

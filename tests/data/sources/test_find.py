@@ -69,6 +69,12 @@ def test_a_folder_is_walked_in_order_without_hidden_files(corpus: Path) -> None:
     ]
 
 
+def test_what_is_hidden_is_read_where_it_is_named(corpus: Path) -> None:
+    assert names(f"{corpus}/.hidden.txt") == [".hidden.txt"]
+    assert names(f"{corpus}/.git") == ["x.txt"]
+    assert "x.txt" not in names(f"{corpus}/**")
+
+
 def test_what_changed_of_a_source_is_named(corpus: Path) -> None:
     source = SourceSettings(source=f"{corpus}/**/*")
     files = find_source(source)
