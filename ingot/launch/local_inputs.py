@@ -10,6 +10,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import NamedTuple
 
+from ingot.base.markers import read_marker
 from ingot.base.remote.bucket import open_bucket
 from ingot.base.remote.index import NEVER_REPLICATED, read_index
 from ingot.base.storage import find_files
@@ -17,6 +18,8 @@ from ingot.config.doors import TEMPLATES
 from ingot.config.recipe import Recipe
 from ingot.config.sections.rewards import RewardSettings
 
+MANIFEST = "manifest.json"
+COLUMNS = "megatron:"
 IN_BUCKET = "put it into the bucket and give gs://..."
 INSTEAD = {
     "python": "install it in the image and give package.module:name",
@@ -27,13 +30,30 @@ INSTEAD = {
 }
 """What to do instead where no bucket can be read, by the kind of reward or task."""
 
+_HERE = "run `ingot ingest` and `ingot prepare` here first"
+OF_COLUMNS = {"ingest": _HERE, "prepare": _HERE, "run": "give the texts as gs://..."}
+"""The same for Megatron's columns, which are mapped into memory and so lie on a disk, by verb."""
+
 
 class LocalInput(NamedTuple):
     """One of them. `instead` says what its reader could be given."""
 
     what: str
-    path: str
+    named: str
+    """As the recipe has it."""
     instead: str
+
+    @property
+    def is_columns(self) -> bool:
+        return self.named.startswith(COLUMNS)
+
+    @property
+    def path(self) -> str:
+        """Where it lies; of columns, their index."""
+        if self.is_columns:
+            prefix = self.named.removeprefix(COLUMNS)
+            return f"{prefix.removesuffix('.idx').removesuffix('.bin')}.idx"
+        return self.named.removeprefix("file://")
 
 
 def local_inputs(recipe: Recipe, verb: str) -> list[LocalInput]:
@@ -42,7 +62,12 @@ def local_inputs(recipe: Recipe, verb: str) -> list[LocalInput]:
     """
     found, template = list[LocalInput](), recipe.tokenizer.template
     if verb in ("ingest", "run"):
-        found += _sources("data source", recipe.sources)
+        found += _sources("data source", recipe.sources, of_columns=OF_COLUMNS[verb])
+    if verb == "prepare":  # ingest copies no columns
+        columns = _ingested_columns(recipe) or [
+            source for source in recipe.sources if source.startswith(COLUMNS)
+        ]
+        found += _sources("data source", columns, of_columns=OF_COLUMNS[verb])
     if verb in ("prepare", "run"):
         found += _sources("data.clean.contamination.against", recipe.data.clean.against)
         if template is not None and template not in TEMPLATES.kinds():
@@ -57,6 +82,20 @@ def local_inputs(recipe: Recipe, verb: str) -> list[LocalInput]:
             found += _sources(f"the source of task {task.name}", task.sources, instead)
             found += _rewards(task)
     return list(dict.fromkeys(found))
+
+
+def _ingested_columns(recipe: Recipe) -> list[str]:
+    """The columns that were ingested on this machine: `prepare` looks for them where they were,
+    and nodes have the run folder at another place.
+    """
+    splits = (read_marker(recipe.folder.raw, MANIFEST) or {}).get("splits", {})
+    return [
+        f"{COLUMNS}{part['path']}"
+        for source in (source for split in splits.values() for source in split)
+        if source["kind"] == "tokens" and source["source"] in recipe.sources
+        for part in source["parts"]
+        if find_files(f"{part['path']}.idx")
+    ]
 
 
 def is_sent(recipe: Recipe, path: str) -> bool:
@@ -100,10 +139,13 @@ def local_folders(recipe: Recipe) -> dict[str, str]:
     }
 
 
-def _sources(what: str, sources: Iterable[str], instead: str = IN_BUCKET) -> Iterator[LocalInput]:
+def _sources(
+    what: str, sources: Iterable[str], instead: str = IN_BUCKET, of_columns: str = IN_BUCKET
+) -> Iterator[LocalInput]:
     for source in sources:
-        # Columns of Megatron are mapped into memory, so they lie on a disk.
-        if ":" not in source or source.startswith(("megatron:", "file://")):
+        if source.startswith(COLUMNS):
+            yield LocalInput(what, source, of_columns)
+        elif ":" not in source or source.startswith("file://"):
             yield LocalInput(what, source, instead)
 
 

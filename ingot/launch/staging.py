@@ -21,12 +21,17 @@ from ingot.config.load import dump_recipe
 from ingot.config.recipe import Recipe
 from ingot.launch.handles import find_handle, jobs_folder
 from ingot.launch.job import Job
-from ingot.launch.local_inputs import is_sent, is_there, local_folders, local_inputs
+from ingot.launch.local_inputs import (
+    MANIFEST,
+    is_sent,
+    is_there,
+    local_folders,
+    local_inputs,
+)
 from ingot.launch.rendezvous import clear_rendezvous
 from ingot.launch.run_folder_sync import pull_results
 from ingot.launch.supervisor.supervise import FRESH, FileStamp, committed_steps
 
-MANIFEST = "manifest.json"
 PREPARED = f"data/columns/{MANIFEST}"
 
 
@@ -133,9 +138,9 @@ def missing_inputs(recipe: Recipe, job: Job) -> list[str]:
     if (mismatch := region_mismatch(recipe.cloud)) is not None:
         return [mismatch]
     if absent := [
-        f"{what} {path} is neither here nor in {job.run_folder_url}; put it there"
-        for what, path, _ in local_inputs(recipe, job.name)
-        if not is_there(recipe, path, job.run_folder_url)
+        f"{each.what} {each.named} is neither here nor in {job.run_folder_url}; put it there"
+        for each in local_inputs(recipe, job.name)
+        if not is_there(recipe, each.path, job.run_folder_url)
     ]:
         return absent
     if (
@@ -184,14 +189,15 @@ def unreachable_inputs(recipe: Recipe, verb: str) -> list[str]:
             " folder, such as runs"
         )
     root = recipe.folder.root
-    for what, path, instead in local_inputs(recipe, verb):
-        if not is_sent(recipe, path):
-            elsewise = (
-                f"run `ingot {verb}` here first"
-                if verb in ("ingest", "prepare")
-                else f"put it into {root}, of which nodes get a copy"
-            )
-            reasons.append(f"{what} {path} lies on this machine alone; {instead}, or {elsewise}")
+    for each in local_inputs(recipe, verb):
+        if not is_sent(recipe, each.path):
+            ways = [each.instead]
+            if verb not in ("ingest", "prepare"):
+                ways.append(f"put it into {root}, of which nodes get a copy")
+            elif not each.is_columns:
+                ways.append(f"run `ingot {verb}` here first")
+            told = f"{each.what} {each.named} lies on this machine alone"
+            reasons.append(f"{told}; {', or '.join(ways)}")
     if verb in ("prepare", "train", "evaluate", "run"):
         reasons += [
             f"{knob} {value} cannot be read by the nodes, which see no folder of this machine and"

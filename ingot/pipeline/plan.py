@@ -116,8 +116,8 @@ def submission_problems(recipe: Recipe) -> list[str]:
             " secret:NAME}"
         )
     found += [
-        f"{what} {path} lies on this machine; {instead}"
-        for what, path, instead in local_inputs(recipe, "run")
+        f"{each.what} {each.named} lies on this machine; {each.instead}"
+        for each in local_inputs(recipe, "run")
     ]
     found += [
         f"{knob} {value} cannot be read by the pipeline's containers, which fetch models from the"

@@ -4,6 +4,7 @@ paid.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,13 @@ from ingot.base.remote.bucket import open_bucket
 from ingot.base.remote.index import read_index
 from ingot.base.remote.replica import push
 from ingot.config.recipe import Recipe
+from ingot.data.columns.manifest import read_prepared
+from ingot.data.ingest import ingest
+from ingot.data.prepare import prepare
 from ingot.launch import run_job
 from ingot.launch.staging import committed_anywhere, missing_inputs, stage_start, unreachable_inputs
 from tests import gcs
-from tests.small import small_recipe
+from tests.small import copy_of, small_recipe
 
 MIRROR = "gs://bucket/ingot/runs/small"
 
@@ -214,6 +218,62 @@ def test_what_the_run_folder_should_hold_is_here_or_in_the_bucket(
     push(recipe.folder.root, MIRROR)
     (Path(names[1]) / "config.json").unlink()
     assert missing(recipe) == []
+
+
+ALONE = "lies on this machine alone; run `ingot ingest` and `ingot prepare` here first"
+
+
+def on_columns(root: Path, monkeypatch: pytest.MonkeyPatch, prefix: str) -> Recipe:
+    knobs = {"tokenizer.source": "made/data/tokenizer", "tokenizer.vocab_size": None}
+    return recipe_in(root, monkeypatch, **knobs, **{"data.train": [{"source": prefix}]})
+
+
+def test_columns_of_this_machine_are_prepared_here(
+    prepared_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ingest copies none of them; what is prepared is a copy."""
+    (copy_of(prepared_root, tmp_path) / "runs/small").rename(tmp_path / "made")
+    recipe = on_columns(
+        tmp_path, monkeypatch, source := "megatron:made/data/columns/train.tokens-*"
+    )
+    for verb in ("ingest", "prepare"):
+        assert f"data source {source} {ALONE}" in unreachable_inputs(recipe, verb)
+    ingest(recipe)
+    prepare(recipe)
+    shutil.rmtree(tmp_path / "made/data/columns")
+    assert not [told for told in unreachable_inputs(recipe, "train") if "data source" in told]
+    assert len(read_prepared(recipe.folder.columns).splits["train"]) == 1
+
+
+def test_columns_that_were_ingested_here_are_not_prepared_elsewhere(
+    prepared_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a run folder that is sent, too: ingest keeps whole paths, and nodes have others."""
+    (copy_of(prepared_root, tmp_path) / "runs/small").rename(tmp_path / "made")
+    (tmp_path / "runs/small").mkdir()
+    (tmp_path / "made/data/columns").rename(tmp_path / "runs/small/mine")
+    recipe = on_columns(tmp_path, monkeypatch, "megatron:runs/small/mine/train.tokens-*")
+    for verb in ("ingest", "prepare"):
+        assert not [told for told in unreachable_inputs(recipe, verb) if "data source" in told]
+    ingest(recipe)
+    whole = f"megatron:{tmp_path}/runs/small/mine/train.tokens-00000"
+    assert f"data source {whole} {ALONE}" in unreachable_inputs(recipe, "prepare")
+
+
+@pytest.mark.parametrize("scheme", ["", "./", "file://", "megatron:"])
+def test_sources_in_the_run_folder_are_sent(
+    scheme: str, server: gcs.Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = f"{scheme}runs/small/mine/a.jsonl"
+    recipe = recipe_in(tmp_path, monkeypatch, **{"data.train": [{"source": source}]})
+    for verb in ("ingest", "prepare"):
+        assert unreachable_inputs(recipe, verb) == []
+    assert f"data source {source} is neither here nor in {MIRROR}" in missing(recipe, "ingest")[0]
+    mine = recipe.folder.root / "mine"
+    mine.mkdir(parents=True)
+    for ending in ("", ".idx", ".bin"):
+        (mine / f"a.jsonl{ending}").touch()
+    assert missing(recipe, "ingest") == []
 
 
 def test_a_copy_of_a_checkpoint_in_the_bucket_is_none_of_them(

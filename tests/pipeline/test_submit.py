@@ -204,7 +204,7 @@ def test_no_secret_stands_in_what_is_sent(monkeypatch: pytest.MonkeyPatch) -> No
         ({"train.start_from": "runs/other"}, "train.start_from runs/other cannot be read"),
         (
             {"data.train": "[{source: 'megatron:columns/old'}]"},
-            "data source megatron:columns/old lies on this machine",
+            "data source megatron:columns/old lies on this machine; give the texts as gs://...",
         ),
         (
             {"tokenizer.template": "mine.jinja"},
