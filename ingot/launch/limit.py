@@ -16,6 +16,8 @@ from ingot.launch.attempt import STOP_SIGNALS
 
 KILL_AFTER_S = 60.0
 """How long the command may take to end when it is asked to."""
+MAX_S = 1e8
+"""Three years: macOS takes no longer timer."""
 OVER_TIME = 124
 """The exit code of a command that was asked to end, whatever its own is."""
 
@@ -35,7 +37,7 @@ class LimitedCommand:
         for number in self._asked:  # while it was being started
             self._process.send_signal(number)
         signal.signal(signal.SIGALRM, self._end)
-        signal.setitimer(signal.ITIMER_REAL, limit_s, KILL_AFTER_S)
+        signal.setitimer(signal.ITIMER_REAL, min(limit_s, MAX_S), KILL_AFTER_S)
 
     def wait(self) -> int:
         """The exit code as a shell reports it, or OVER_TIME."""

@@ -27,6 +27,11 @@ def test_in_time_it_is_the_command(script: str, code: int) -> None:
     assert limited(60, script).wait(60) == code
 
 
+def test_a_limit_that_is_never_reached_is_one() -> None:
+    """Longer than a timer can be."""
+    assert limited(1e20, "exit 3").wait(60) == 3
+
+
 def test_a_request_to_stop_reaches_it() -> None:
     process = limited(60, f"trap 'exit 7' TERM; echo ready; {ENDLESS}")
     assert process.stdout is not None
