@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ingot.base.errors import WrongInput
-from ingot.config.models.family import sizes
+from ingot.config.models.family import MAX_LAYERS, sizes
 from ingot.config.models.presets import preset
 from ingot.config.models.rotary import overridden, rope_values
 from ingot.config.models.types import REFUSED_DECODERS
@@ -80,6 +80,15 @@ def test_layer_types_follow_the_number_of_layers() -> None:
     assert sizes(overridden(mixed, {"num_hidden_layers": 2})).windows == (None, 9)
     with pytest.raises(WrongInput, match="layer_types names 4 layers, num_hidden_layers is 5"):
         sizes(overridden(mixed, {"num_hidden_layers": 5}))
+
+
+@pytest.mark.parametrize("name", ["qwen3-0.6b", "llama-3m", "exaone4-1m"])
+def test_more_layers_than_any_model_has_are_refused(name: str) -> None:
+    many = {"num_hidden_layers": MAX_LAYERS + 1}
+    for config in ({**preset(name), **many}, overridden(preset(name), many)):
+        assert len(config.get("layer_types") or ()) < MAX_LAYERS
+        with pytest.raises(WrongInput, match=r"here\.json: num_hidden_layers is 10,001, and no"):
+            sizes(config, "here.json")
 
 
 def installed_with(key: str) -> set[str]:

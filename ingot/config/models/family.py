@@ -217,13 +217,17 @@ class DecoderSizes:
     sparse: tuple[bool, ...]
 
 
+MAX_LAYERS = 10_000
+"""What a damaged file says beyond it would be listed layer by layer, until the memory is full."""
+
+
 def sizes(config: Mapping[str, Any], where: str = "model.config") -> DecoderSizes:
     """Read the sizes from a Hugging Face configuration; one without a `model_type` is read as
     Llama's.
 
     Raises:
         KeyError, TypeError, ValueError: a size is missing or not a number.
-        WrongInput: a `model_type` that is not native, or contradictory windows.
+        WrongInput: a `model_type` that is not native, too many layers, or contradictory windows.
     """
     family = family_of(config, where)
     values = family.filled(config)
@@ -232,6 +236,11 @@ def sizes(config: Mapping[str, Any], where: str = "model.config") -> DecoderSize
         int(values["num_hidden_layers"]),
         int(values["hidden_size"]),
     )
+    if layers > MAX_LAYERS:
+        raise WrongInput(
+            f"{where}: num_hidden_layers is {layers:,}, and no model has more than {MAX_LAYERS:,};"
+            " mend it"
+        )
     kv_heads = int(values.get("num_key_value_heads") or heads)
     head_dim = int(values.get("head_dim") or hidden // max(heads, 1))
     mixture = family.experts
