@@ -121,6 +121,12 @@ def _json_object(text: str, where: str) -> dict[str, Any]:
         ) from None
     if not isinstance(value, dict):
         raise WrongInput(f"{where} is not a JSON object; fetch or save the tokenizer again")
+    try:  # JSON can escape what UTF-8 cannot encode
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise WrongInput(
+            f"{where} holds half of a surrogate pair; fetch or save the tokenizer again"
+        ) from None
     return value
 
 

@@ -128,6 +128,13 @@ def test_a_value_of_another_kind_is_named(
         load_tokenizer(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json"])
+def test_half_of_a_character_is_no_token(tmp_path: Path, name: str) -> None:
+    folder = write(tmp_path, bpe_files() | {name: '{"eos_token": "\\ud800"}'})
+    with pytest.raises(WrongInput, match=f"{name} holds half of a surrogate pair; fetch or save"):
+        load_tokenizer(folder)
+
+
 @pytest.mark.parametrize("index", ["7", None, -1, True, [7]])
 def test_an_added_token_without_an_id_is_named(tmp_path: Path, index: object) -> None:
     write(tmp_path, {**bpe_files(), "added_tokens.json": json.dumps({"<x>": index})})
