@@ -31,12 +31,11 @@ class LimitedCommand:
         self._process: subprocess.Popen[bytes] | None = None
         self._asked: list[int] = []
         self._is_late = False
-        for each in STOP_SIGNALS:
+        for each in (*STOP_SIGNALS, signal.SIGALRM):
             signal.signal(each, self._hand_on)
         self._process = subprocess.Popen(command)
         for number in self._asked:  # while it was being started
-            self._process.send_signal(number)
-        signal.signal(signal.SIGALRM, self._end)
+            self._hand_on(number, None)
         signal.setitimer(signal.ITIMER_REAL, min(limit_s, MAX_S), KILL_AFTER_S)
 
     def wait(self) -> int:
@@ -46,16 +45,18 @@ class LimitedCommand:
         return OVER_TIME if self._is_late else 128 - code if code < 0 else code
 
     def _hand_on(self, number: int, frame: FrameType | None) -> None:
-        self._asked.append(number)
-        if self._process is not None:
+        if self._process is None:
+            self._asked.append(number)
+        elif number == signal.SIGALRM:
+            self._end(self._process)
+        else:
             self._process.send_signal(number)
 
-    def _end(self, number: int, frame: FrameType | None) -> None:
+    def _end(self, process: subprocess.Popen[bytes]) -> None:
         """Once its time is over, and again each time that it has had to end."""
         request, self._is_late = signal.SIGKILL if self._is_late else signal.SIGTERM, True
-        assert self._process is not None
         if os.getpgrp() != os.getpid():
-            self._process.send_signal(request)
+            process.send_signal(request)
             return
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the group's other processes are to end
         with contextlib.suppress(ProcessLookupError, PermissionError):

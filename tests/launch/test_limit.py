@@ -52,5 +52,22 @@ def test_over_its_time_it_is_asked_to_end_and_has_failed(session: bool) -> None:
     assert process.returncode == OVER_TIME
 
 
+OVER_AT_ONCE = """
+import os, signal, subprocess
+from ingot.launch.limit import LimitedCommand
+start = subprocess.Popen
+def slow(command):
+    process = start(command)
+    os.kill(os.getpid(), signal.SIGALRM)
+    return process
+subprocess.Popen = slow
+raise SystemExit(LimitedCommand(["sleep", "1"], 60).wait())
+"""
+
+
+def test_a_time_that_is_over_while_it_starts_is_not_forgotten() -> None:
+    assert subprocess.run([sys.executable, "-c", OVER_AT_ONCE], check=False).returncode == OVER_TIME
+
+
 def test_its_time_is_what_is_said() -> None:
     assert limited(0.01, ENDLESS).wait(60) == OVER_TIME
