@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import signal
 from collections.abc import Iterator
 from typing import Any
@@ -14,8 +15,8 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-# Seconds for a request's head, or for an answer that waits for its reader, before the connection is
-# closed. Between requests a connection is kept for KEEP_ALIVE_S.
+# Seconds for a request's head, and for a reader to take more of an answer that waits for it, before
+# the connection is closed. Between requests a connection is kept for KEEP_ALIVE_S.
 HEAD_S, READER_S, KEEP_ALIVE_S = 60.0, 60.0, 75
 MAX_HEAD_BYTES = 16 << 10
 # Bytes parsed before other connections get their turn. A chunk may be a single byte, and each
@@ -127,7 +128,17 @@ class BoundedConnection(H11Protocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._reader = self.loop.call_later(READER_S, self.transport.abort)
+        self._watch_reader(math.inf)
+
+    def _watch_reader(self, held: float) -> None:
+        """Go on while the reader takes something, be it slow. Until all is taken nothing is added
+        to what is held: whoever writes waits.
+        """
+        left = self.transport.get_write_buffer_size()
+        if left >= held:
+            self.transport.abort()
+        else:
+            self._reader = self.loop.call_later(READER_S, self._watch_reader, left)
 
     def resume_writing(self) -> None:
         super().resume_writing()

@@ -66,6 +66,19 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "READER_S", 0.2)
 
 
+@pytest.fixture
+def transports(monkeypatch: pytest.MonkeyPatch) -> list[asyncio.Transport]:
+    """Those of the connections, in the server, as they are made."""
+    seen, made = list[asyncio.Transport](), BoundedConnection.connection_made
+
+    def connection_made(self: BoundedConnection, transport: asyncio.Transport) -> None:
+        seen.append(transport)
+        made(self, transport)
+
+    monkeypatch.setattr(BoundedConnection, "connection_made", connection_made)
+    return seen
+
+
 @pytest.mark.usefixtures("soon")
 @pytest.mark.parametrize("first", [b"", HALF, WHOLE + HALF])
 def test_a_head_that_never_ends_ends_its_connection(first: bytes) -> None:
@@ -107,16 +120,39 @@ def test_an_answer_that_nobody_reads_ends_its_connection() -> None:
     talk(deaf)
 
 
+def test_a_reader_that_is_slow_and_steady_gets_the_whole_answer(
+    transports: list[asyncio.Transport], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A single large answer takes it many times the limit; the clock goes on as the reader does."""
+    whole = 1 << 25
+
+    async def one_piece(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": bytes(whole), "more_body": False})
+
+    async def slow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        loop = asyncio.get_running_loop()
+        clock, ahead, got, held = loop.time, 0.0, 0, whole
+        monkeypatch.setattr(loop, "time", lambda: clock() + ahead)
+        writer.write(b"GET / HTTP/1.1\r\nHost: here\r\nConnection: close\r\n\r\n")
+        while piece := await reader.read(1 << 20):
+            got += len(piece)
+            left = transports[0].get_write_buffer_size()
+            if 0 < left < held - (1 << 21):
+                held, ahead = left, ahead + connection.READER_S / 2
+        assert got > whole
+        assert ahead >= 2 * connection.READER_S
+
+    monkeypatch.setattr(connection, "READER_S", 1.0)
+    monkeypatch.setattr(f"{__name__}.app", one_piece)
+    talk(slow)
+
+
 @pytest.mark.usefixtures("soon")
 def test_a_connection_that_is_closed_does_not_wait_for_its_reader(
-    monkeypatch: pytest.MonkeyPatch,
+    transports: list[asyncio.Transport], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernel has taken most of the answer, and what is left is less than a transport minds."""
-    transports, made = list[asyncio.Transport](), BoundedConnection.connection_made
-
-    def connection_made(self: BoundedConnection, transport: asyncio.Transport) -> None:
-        transports.append(transport)
-        made(self, transport)
 
     async def just_too_much(scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -130,7 +166,6 @@ def test_a_connection_that_is_closed_does_not_wait_for_its_reader(
         while not transports:
             await asyncio.sleep(0.01)
 
-    monkeypatch.setattr(BoundedConnection, "connection_made", connection_made)
     monkeypatch.setattr(f"{__name__}.app", just_too_much)
     talk(deaf)
 
