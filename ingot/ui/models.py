@@ -95,18 +95,28 @@ def models_router(models: ServedModels) -> APIRouter:
             line = f"{address} does not answer ({type(error).__name__}); is `ingot serve` running?"
             return JSONResponse({"error": line}, 502)
 
+        broke_off = f"the answer of {address} broke off"
+        kind = answer.headers.get("content-type", "application/json")
+        if not kind.startswith("text/event-stream"):
+            # What is not streamed is short, and half of it is no JSON: all of it or none.
+            try:
+                return Response(await answer.aread(), answer.status_code, media_type=kind)
+            except httpx.HTTPError as error:
+                return JSONResponse({"error": f"{broke_off} ({type(error).__name__})"}, 502)
+            finally:
+                await answer.aclose()
+
         async def pieces() -> AsyncIterator[bytes]:
             # Closed when the browser goes away, which stops the model's work.
             try:
                 async for piece in answer.aiter_raw():
                     yield piece
             except httpx.HTTPError as error:
-                line = f"the answer of {address} broke off ({type(error).__name__})"
+                line = f"{broke_off} ({type(error).__name__})"
                 yield f"\n\ndata: {json.dumps({'error': line})}\n\n".encode()
             finally:
                 await answer.aclose()
 
-        kind = answer.headers.get("content-type", "application/json")
         return StreamingResponse(pieces(), answer.status_code, media_type=kind)
 
     return routes
