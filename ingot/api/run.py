@@ -31,8 +31,7 @@ from ingot.base.errors import (
     WrongInput,
 )
 from ingot.base.processes import preexec_die_with_parent
-from ingot.base.remote.index import SET_ASIDE
-from ingot.base.runfolder import RunFolder
+from ingot.base.runfolder import SET_ASIDE, RunFolder
 from ingot.base.runlog import AppendedLines
 from ingot.config.load import load_recipe, split_arguments
 from ingot.config.recipe import Recipe

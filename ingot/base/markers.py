@@ -14,6 +14,7 @@ import os
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from ingot.base.storage import sha256_file, write_atomic
 
 SCHEMA = 1
 CHECKSUM = "checksum"
+COMMIT = "COMMIT.json"
+"""The marker of a checkpoint."""
 MAX_READERS = 8
 """Files read concurrently for verification, with a megabyte of each in memory."""
 
@@ -75,6 +78,12 @@ def read_marker(folder: Path, name: str) -> dict[str, Any] | None:
             f"{path} has schema {marker['schema']}, newer than this ingot's {SCHEMA}; upgrade ingot"
         )
     return marker
+
+
+def checkpoint_markers(checkpoints: Path) -> list[dict[str, Any]]:
+    """The commit markers of a training's checkpoints, the newest first; no other file is read."""
+    found = (read_marker(folder, COMMIT) for folder in checkpoints.glob("step-*"))
+    return sorted((marker for marker in found if marker), key=itemgetter("step"), reverse=True)
 
 
 def _is_unchanged(marker: dict[str, Any], content: bytes) -> bool:

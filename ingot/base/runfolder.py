@@ -17,6 +17,8 @@ from ingot.base.errors import Failed
 from ingot.base.processes import descends_from
 from ingot.base.storage import disk_errors, lock_file
 
+SET_ASIDE = "earlier"
+"""The folder of earlier trainings that were set aside, each in a folder of its own."""
 RUN_LOCK = "run-lock"
 """The lock that `ingot run` and a supervised training hold all along. Their steps and attempts take
 the other one, which is free between them. It is held for a training on other machines, too: each of
@@ -139,16 +141,6 @@ def model_folder(folder: Path) -> Path:
     own = RunFolder(folder).model
     is_run = not (folder / "config.json").exists() and (own / "config.json").exists()
     return own if is_run else folder
-
-
-def model_again(folder: Path, otherwise: str = "fetch the model again") -> str:
-    """How to come by a model or adapter whose folder is damaged or was changed: `ingot train` calls
-    a run's own unchanged as long as its files have their sizes.
-    """
-    run = RunFolder(folder.parent)
-    if folder in (run.model, run.adapter) and run.checkpoints.is_dir():
-        return f"remove {folder} and run `ingot train`, which exports it from the checkpoint"
-    return otherwise
 
 
 @contextlib.contextmanager

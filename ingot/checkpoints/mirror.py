@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ingot.base.errors import Failed
-from ingot.base.markers import problems, read_marker
+from ingot.base.markers import COMMIT, problems, read_marker
 from ingot.base.progress import say
 from ingot.base.remote.bucket import open_bucket
 from ingot.base.remote.lease import LIFE_S, Lease, lease
@@ -27,7 +27,6 @@ from ingot.base.remote.transfer import MarkedFolder, fetch_file, in_parallel
 from ingot.base.storage import atomic_folder, disk_errors, sha256_file, stays_inside
 from ingot.checkpoints.store import (
     BEFORE,
-    COMMIT,
     CommittedCheckpoint,
     committed,
     is_due,

@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from ingot.base.errors import Failed, WrongInput
-from ingot.base.markers import FileEntry, problems, read_marker, write_marker
+from ingot.base.markers import COMMIT, FileEntry, problems, read_marker, write_marker
 from ingot.base.progress import say
 from ingot.base.runfolder import RunFolder
 from ingot.base.storage import fsync_folder
 
-COMMIT = "COMMIT.json"
 BEFORE = ".before"
 """Suffix of a committed checkpoint that a new one of the same step is about to replace."""
 DAMAGED = "damaged-"

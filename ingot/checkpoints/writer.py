@@ -37,10 +37,10 @@ from torch.futures import Future
 
 import ingot
 from ingot.base.errors import Failed
-from ingot.base.markers import FileEntry, problems, read_marker, write_marker
+from ingot.base.markers import COMMIT, FileEntry, problems, read_marker, write_marker
 from ingot.base.storage import disk_errors, fsync_folder
 from ingot.checkpoints.collective import describe_error, picklable, run_on_all
-from ingot.checkpoints.store import BEFORE, COMMIT, remove_folder, step_folder
+from ingot.checkpoints.store import BEFORE, remove_folder, step_folder
 from ingot.parallel.mesh import Mesh
 
 

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from ingot.base.markers import read_marker
+from ingot.base.markers import COMMIT, checkpoint_markers, read_marker
 from ingot.base.progress import say
 from ingot.base.runfolder import RunFolder
 from ingot.config.recipe import Recipe
-from ingot.launch.supervisor.supervise import COMMIT
 from ingot.pipeline.steps import PipelineStep
 
 
 def newest_marker(checkpoints: Path) -> dict[str, Any] | None:
     """The marker of the newest checkpoint of a training; None without one."""
-    markers = [read_marker(folder, COMMIT) for folder in checkpoints.glob("step-*")]
-    return max((marker for marker in markers if marker), key=itemgetter("step"), default=None)
+    return next(iter(checkpoint_markers(checkpoints)), None)
 
 
 def tell_origin(step: PipelineStep, recipe: Recipe) -> None:

@@ -11,8 +11,7 @@ from typing import Any
 
 from ingot.base.markers import fingerprint
 from ingot.base.progress import say
-from ingot.base.remote.index import SET_ASIDE
-from ingot.base.runfolder import RunFolder
+from ingot.base.runfolder import SET_ASIDE, RunFolder
 from ingot.base.storage import fsync_folder
 from ingot.checkpoints.store import (
     CommittedCheckpoint,

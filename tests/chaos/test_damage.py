@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from ingot.base.errors import Failed
-from ingot.checkpoints.store import COMMIT, checkpoint_in, newest_valid, retain, step_folder
+from ingot.base.markers import COMMIT
+from ingot.checkpoints.store import checkpoint_in, newest_valid, retain, step_folder
 from tests.checkpoints.states import State, assert_equal, flip_bit, load, save
 from tests.ranks import run_ranks
 

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from ingot.base.errors import WrongInput
+from ingot.base.markers import COMMIT
 from ingot.checkpoints.reader import WholeWeights, load_checkpoint
 from ingot.checkpoints.state import training_tensors
-from ingot.checkpoints.store import COMMIT, checkpoint_in, step_folder
+from ingot.checkpoints.store import checkpoint_in, step_folder
 from ingot.config.sections.layout import Parallel
 from ingot.config.sections.lora import Lora
 from ingot.config.sections.training import AdamW

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from ingot.base.errors import Failed, WrongInput
-from ingot.base.markers import FileEntry, entry_of, problems, read_marker, write_marker
+from ingot.base.markers import COMMIT, FileEntry, entry_of, problems, read_marker, write_marker
 from ingot.base.remote import bucket
 from ingot.base.remote import service as upload
 from ingot.base.remote.service import EMULATOR
@@ -25,7 +25,6 @@ from ingot.base.storage import sha256_file
 from ingot.checkpoints.mirror import BucketMirror, Damaged, fetch_due, fetch_newer, send_newest
 from ingot.checkpoints.saver import Saver
 from ingot.checkpoints.store import (
-    COMMIT,
     CommittedCheckpoint,
     committed,
     newest_valid,

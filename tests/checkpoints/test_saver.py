@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from ingot.base.errors import Failed
+from ingot.base.markers import COMMIT
 from ingot.checkpoints import saver as saving
 from ingot.checkpoints.reader import load_checkpoint
 from ingot.checkpoints.saver import Saved, Saver
 from ingot.checkpoints.state import Staged, Staging, staged_in_place, training_tensors
-from ingot.checkpoints.store import COMMIT, committed, newest_valid, step_folder
+from ingot.checkpoints.store import committed, newest_valid, step_folder
 from ingot.checkpoints.writer import HashedStream
 from ingot.config.sections.layout import Parallel
 from ingot.models.parameters import local_tensor, shard_slices

@@ -12,11 +12,10 @@ import pytest
 import torch
 
 from ingot.base.errors import Failed, WrongInput
-from ingot.base.markers import FileEntry
+from ingot.base.markers import COMMIT, FileEntry
 from ingot.checkpoints.reader import load_checkpoint
 from ingot.checkpoints.state import training_tensors
 from ingot.checkpoints.store import (
-    COMMIT,
     checkpoint_in,
     committed,
     newest_valid,

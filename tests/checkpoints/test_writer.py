@@ -33,11 +33,11 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from ingot.base import markers
-from ingot.base.markers import FileEntry, entry_of, read_marker
+from ingot.base.markers import COMMIT, FileEntry, entry_of, read_marker
 from ingot.base.storage import sha256_file
 from ingot.checkpoints import writer
 from ingot.checkpoints.state import training_tensors
-from ingot.checkpoints.store import COMMIT, newest_valid, step_folder
+from ingot.checkpoints.store import newest_valid, step_folder
 from ingot.checkpoints.writer import (
     CheckedPlanner,
     HashedStream,

@@ -17,10 +17,11 @@ import torch
 
 from ingot.base.environment import REPLICA_VARIABLE
 from ingot.base.errors import Failed, WrongInput
+from ingot.base.markers import COMMIT
 from ingot.base.remote.replica import push
 from ingot.base.runlog import append_line, read_lines
 from ingot.checkpoints.mirror import BucketMirror
-from ingot.checkpoints.store import COMMIT, committed
+from ingot.checkpoints.store import committed
 from ingot.config.recipe import Recipe
 from ingot.train import resume as mirroring
 from ingot.train import step

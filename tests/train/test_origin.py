@@ -16,8 +16,9 @@ from safetensors.torch import load_file
 
 from ingot.base.environment import Ranks
 from ingot.base.errors import Failed, WrongInput
+from ingot.base.markers import COMMIT
 from ingot.base.runlog import read_lines
-from ingot.checkpoints.store import COMMIT, committed
+from ingot.checkpoints.store import committed
 from ingot.config.identity import changes
 from ingot.config.models.lineage import read_lineage
 from ingot.config.recipe import Recipe

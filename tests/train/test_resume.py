@@ -13,11 +13,10 @@ from typing import Any
 import pytest
 
 from ingot.base.errors import WrongInput
-from ingot.base.markers import entry_of, fingerprint, write_marker
+from ingot.base.markers import COMMIT, entry_of, fingerprint, write_marker
 from ingot.base.runfolder import RunFolder
 from ingot.base.runlog import read_lines
 from ingot.checkpoints.store import (
-    COMMIT,
     CommittedCheckpoint,
     committed,
     retain,

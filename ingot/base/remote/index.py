@@ -18,6 +18,7 @@ from ingot.base.errors import Failed, WrongInput
 from ingot.base.remote.bucket import Blob, Bucket
 from ingot.base.remote.memory import Content, LocalFile
 from ingot.base.remote.service import Conflict, Missing
+from ingot.base.runfolder import SET_ASIDE
 
 INDEX = "REPLICA.json"
 SCHEMA = 1
@@ -27,8 +28,6 @@ NEVER_REPLICATED, ONLY_WHEN_NAMED = "checkpoints", "heartbeats"
 """Folders of a training: checkpoints are handled by `checkpoint.upload`, heartbeats concern one
 machine only.
 """
-SET_ASIDE = "earlier"
-"""The folder of earlier trainings that were set aside, each in a folder of its own."""
 
 PathFilter = Callable[[str], bool]
 

@@ -17,8 +17,7 @@ import xxhash
 
 from ingot.base.errors import WrongInput
 from ingot.base.markers import fingerprint
-from ingot.base.runfolder import model_again
-from ingot.config.models.lineage import read_lineage
+from ingot.config.models.lineage import model_again, read_lineage
 from ingot.config.models.source import CONFIG, model_config
 
 CONTENT = "content"

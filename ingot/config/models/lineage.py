@@ -1,5 +1,5 @@
-"""A model's lineage, `ingot.json`: what it was made of; and whether it is that of the training that
-was begun last in its run folder.
+"""A model's lineage, `ingot.json`: what it was made of; whether it is that of the training that was
+begun last in its run folder; and how it is made again.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from ingot.base.environment import ranks
+from ingot.base.markers import checkpoint_markers
 from ingot.base.progress import say
 from ingot.base.reports import did_not_end
-from ingot.base.runfolder import RunFolder
+from ingot.base.runfolder import SET_ASIDE, RunFolder
 
 LINEAGE = "ingot.json"
 
@@ -48,6 +49,39 @@ def tell_earlier_model(run: RunFolder) -> None:
 @functools.cache
 def _tell_once(told: str) -> None:
     say(f"note: {told}")
+
+
+def model_again(folder: Path, otherwise: str = "fetch the model again") -> str:
+    """How to come by a model or adapter whose folder is damaged or was changed, in words.
+
+    `ingot train` calls a run's own unchanged as long as its files have their sizes, so that one has
+    to go first; but only where the training that lies there is over and has its step: removed in
+    the midst of another, the model of the one before would be lost for nothing.
+    """
+    run = RunFolder(folder.parent)
+    markers = checkpoint_markers(run.checkpoints)
+    if folder not in (run.model, run.adapter) or not markers:
+        return otherwise
+    step = (read_lineage(folder) or {}).get("step")
+    is_over = markers[0]["finished"] and not did_not_end(run.steps, "train")
+    if is_over and _has_step(markers, step):
+        return f"remove {folder} and run `ingot train`, which exports it from the checkpoint"
+    after = "" if is_over else f", once the training in {run.checkpoints} has ended"
+    for place in sorted((run.root / SET_ASIDE).glob("*")):
+        before = checkpoint_markers(place / "checkpoints")
+        if before and before[0]["finished"] and _has_step(before, step):
+            return (
+                f"an earlier training made it, whose checkpoints are in {place}: `ingot train` with"
+                f" its recipe exports it again{after}"
+            )
+    if is_over:
+        return otherwise
+    return f"`ingot train` goes on with the training in {run.checkpoints} and exports its model"
+
+
+def _has_step(markers: list[dict[str, Any]], step: Any) -> bool:
+    """Whether a checkpoint is of this step, not only the newest: the best may be exported."""
+    return any(marker["step"] == step for marker in markers)
 
 
 def started_from(lineage: Mapping[str, Any] | None) -> str | None:

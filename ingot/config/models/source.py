@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 from ingot.base.errors import WrongInput
 from ingot.base.hub import fetch_config, fetch_model
-from ingot.base.runfolder import RunFolder, model_again, model_folder
-from ingot.config.models.lineage import tell_earlier_model
+from ingot.base.runfolder import RunFolder, model_folder
+from ingot.config.models.lineage import model_again, tell_earlier_model
 from ingot.config.models.presets import PRESETS, THROUGH_TRANSFORMERS, preset
 from ingot.config.models.rotary import overridden
 from ingot.config.models.types import (

@@ -10,9 +10,8 @@ from pathlib import Path
 
 from ingot.base.errors import WrongInput
 from ingot.base.markers import fingerprint
-from ingot.base.runfolder import model_again
 from ingot.base.storage import sha256_file
-from ingot.config.models.lineage import read_lineage
+from ingot.config.models.lineage import model_again, read_lineage
 from ingot.config.models.source import model_config
 
 WHOLE = "model.safetensors"

@@ -22,7 +22,7 @@ from ingot.base.errors import (
     EXIT_WRONG_INPUT,
     WrongInput,
 )
-from ingot.base.markers import read_marker
+from ingot.base.markers import COMMIT, read_marker
 from ingot.base.progress import say
 from ingot.base.runfolder import RunFolder, in_use, lock_holder
 from ingot.base.runlog import read_lines
@@ -39,7 +39,6 @@ MOST_PREEMPTIONS = 3
 gives up rather than pay for more.
 """
 FRESH = "--fresh"
-COMMIT = "COMMIT.json"
 FileStamp = tuple[int, int]
 """The version of a file: its inode and modification time in nanoseconds, or an object's generation.
 """

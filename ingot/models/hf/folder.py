@@ -14,8 +14,7 @@ from torch import Tensor
 
 from ingot.base.errors import WrongInput
 from ingot.base.progress import say
-from ingot.base.runfolder import model_again
-from ingot.config.models.lineage import read_lineage
+from ingot.config.models.lineage import model_again, read_lineage
 from ingot.config.models.rotary import overridden
 from ingot.config.models.source import CONFIG, model_config
 from ingot.config.models.weights import indexed, weight_files

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from ingot.base.environment import Ranks
 from ingot.base.errors import WrongInput, differing
-from ingot.base.markers import problems, read_marker
+from ingot.base.markers import COMMIT, problems, read_marker
 from ingot.checkpoints.export import DTYPES
 from ingot.checkpoints.reader import load_checkpoint
-from ingot.checkpoints.store import COMMIT, CommittedCheckpoint, committed, step_folder
+from ingot.checkpoints.store import CommittedCheckpoint, committed, step_folder
 from ingot.config.identity import changes
 from ingot.config.models.experts import CORRECTION
 from ingot.config.models.lineage import LINEAGE, read_lineage

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from ingot.base.errors import WrongInput
+from ingot.base.reports import begin_record
 from ingot.base.runfolder import RunFolder
 from ingot.checkpoints.export import copy_adapter, copy_model, export_model
 from ingot.config.models.content import (
@@ -22,6 +23,7 @@ from ingot.config.models.content import (
     config_digest,
     file_digests,
 )
+from ingot.config.models.lineage import model_again
 from ingot.config.models.weights import model_hash
 from ingot.config.sections.lora import Lora
 from ingot.models.adapters.lora import add_lora
@@ -43,6 +45,7 @@ from ingot.tokenizers.load import load_tokenizer
 from tests.cli.commands import ingot
 from tests.cli.tiny_model import write_model
 from tests.models.hf.tiny import drawn
+from tests.train.test_resume import identity, saved
 
 CPU = torch.device("cpu")
 CHANGED = r"does not hold what was exported there: model\.safetensors \(lm_head\.weight\) changed"
@@ -107,6 +110,13 @@ def test_a_changed_model_neither_answers_nor_is_exported_until_it_is_accepted(
     assert ingot("predict", str(new), "the", "max_tokens=2").returncode == 0
 
 
+def exported(run: RunFolder, model: Path, step: int) -> None:
+    """The model as a run's own, made of its checkpoint of this step."""
+    shutil.copytree(model, run.model)
+    about = json.loads((model / "ingot.json").read_bytes())
+    (run.model / "ingot.json").write_text(json.dumps({**about, "step": step}))
+
+
 def test_a_runs_own_model_is_exported_anew_from_its_checkpoint(
     changed: Path, tmp_path: Path
 ) -> None:
@@ -114,8 +124,8 @@ def test_a_runs_own_model_is_exported_anew_from_its_checkpoint(
     with pytest.raises(WrongInput, match=r"changed since; export or fetch the model again, or, if"):
         check_content(changed)
     run = RunFolder(tmp_path / "run")
-    shutil.copytree(changed, run.model)
-    run.checkpoints.mkdir()
+    exported(run, changed, step=6)
+    saved(run, 6, identity([]), finished=True)
     anew = f"remove {run.model} and run `ingot train`, which exports it from the checkpoint"
     with pytest.raises(WrongInput, match=f"changed since; {anew}, or, if that was on purpose"):
         check_content(run.model)
@@ -125,6 +135,28 @@ def test_a_runs_own_model_is_exported_anew_from_its_checkpoint(
     (run.model / "config.json").write_text("{")
     with pytest.raises(WrongInput, match=rf"config\.json is not JSON .*; {anew}$"):
         config_digest(run.model)
+
+
+def test_an_earlier_trainings_model_is_not_removed_for_one_that_has_not_ended(
+    changed: Path, tmp_path: Path
+) -> None:
+    """Its own checkpoints lie elsewhere by then, and those that are here would not make it."""
+    run = RunFolder(tmp_path / "run")
+    exported(run, changed, step=6)
+    saved(run, 4, identity([]), finished=False)
+    goes_on = f"`ingot train` goes on with the training in {run.checkpoints} and exports its model"
+    assert model_again(run.model) == goes_on
+    place = run.root / "earlier" / "of another recipe"
+    saved(RunFolder(place), 6, identity([]), finished=True)
+    assert model_again(run.model).startswith(
+        f"an earlier training made it, whose checkpoints are in {place}: `ingot train` with its"
+    )
+    saved(run, 8, identity([]), finished=True)
+    assert str(place) in model_again(run.model), "the one that has ended since made another"
+    saved(run, 6, identity([]), finished=False)
+    assert model_again(run.model).startswith(f"remove {run.model}"), "step 6 was the best of 8"
+    begin_record(run.steps, "train")
+    assert "remove" not in model_again(run.model), "it ended, and its export did not"
 
 
 def test_a_changed_configuration_is_told(whole: Path, tmp_path: Path) -> None:

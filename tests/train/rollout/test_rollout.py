@@ -14,8 +14,9 @@ from safetensors.torch import load_file
 
 from ingot.base import progress
 from ingot.base.errors import WrongInput
+from ingot.base.markers import COMMIT
 from ingot.base.runlog import read_lines
-from ingot.checkpoints.store import COMMIT, committed
+from ingot.checkpoints.store import committed
 from ingot.config.length import rows_come_to
 from ingot.config.recipe import Recipe
 from ingot.data.batches.prompts import PromptReader
