@@ -464,9 +464,7 @@ def test_documents_are_read_as_the_columns_have_them_or_not_at_all(
     prepare(small)
     assert all("u\u0308" in document.text for document in read_documents(small, "train"))
     other = recipe(tmp_path, source, data__clean={"min_chars": 30, **changed})
-    with pytest.raises(
-        WrongInput, match=r"as data\.clean leaves them; run `ingot prepare --again`"
-    ):
+    with pytest.raises(WrongInput, match=r"as data\.clean leaves them; run `ingot prepare` with"):
         list(read_documents(other, "train"))
 
 
@@ -711,10 +709,16 @@ def test_documents_are_those_of_the_columns_and_cleaned_by_prepare_alone(
     assert listed < first.files.keys(), "where one is gone, `prepare` is not called unchanged"
     for other in ({}, {"data__clean__normalize": "nfc"}):
         with pytest.raises(
-            WrongInput, match=r"columns was not made of .* run `ingot prepare --again`"
+            WrongInput, match=r"columns was not made of .* run `ingot prepare` with"
         ):
             list(read_documents(recipe(tmp_path, source, **other), "train"))
+    marker = small.folder.data / "clean" / "clean.json"
+    kept = marker.read_bytes()
+    marker.write_bytes(kept.replace(b"0", b"1"))
+    with pytest.raises(WrongInput, match=r"columns was not made of .* run `ingot prepare --again`"):
+        list(read_documents(small, "train"))
+    marker.write_bytes(kept)
     write_jsonl(source, texts[::-1])
     ingest(small)
-    with pytest.raises(WrongInput, match=r"columns was not made of .* run `ingot prepare --again`"):
+    with pytest.raises(WrongInput, match=r"columns was not made of .* run `ingot prepare` with"):
         list(read_documents(small, "train"))

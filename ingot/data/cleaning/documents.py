@@ -53,10 +53,13 @@ def read_documents(recipe: Recipe, split: Split) -> Iterator[Document]:
     cleaned = cleaned_as(recipe, made.get("cleaned"))
     asked = recipe.select(("data.clean",))["data.clean"]
     is_same = made.get("knobs", {}).get("data.clean", asked) == asked
-    if made["raw"] != raw.identity or cleaned is None or not is_same:
+    is_same = is_same and made["raw"] == raw.identity
+    if cleaned is None or not is_same:
+        # What is not there for the recipe itself may be damaged, which `prepare` does not see.
+        again = " --again" if is_same else ""
         raise WrongInput(
             f"{recipe.folder.columns} was not made of the documents in {recipe.folder.raw} as"
-            " data.clean leaves them; run `ingot prepare --again` with this recipe"
+            f" data.clean leaves them; run `ingot prepare{again}` with this recipe"
         )
     for task in ranges(raw):
         yield from documents_of(task, raw, cleaned, Shares.of(recipe.data), split)

@@ -213,9 +213,11 @@ def read_packed(
                 f", objective.noise_density={spans.noise_density},"
                 f" objective.mean_noise_span_length={spans.mean_noise_span_length}"
             )
+        # One that is there is damaged, which `prepare` by itself does not see.
+        again = " --again" if marker is None and (folder / name).exists() else ""
         raise WrongInput(
             f"{folder} holds no rows of data.seq_len={seq_len}{of_targets},"
-            f" data.pack={packed}{of_cut}; run `ingot prepare --again` with this recipe"
+            f" data.pack={packed}{of_cut}; run `ingot prepare{again}` with this recipe"
         )
     if found := missing_files(folder, marker):
         raise WrongInput(f"{found[0]}; run `ingot prepare --again`")

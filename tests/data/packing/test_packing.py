@@ -274,10 +274,13 @@ def test_tables_are_kept_and_swept(tmp_path: Path) -> None:
     with pytest.raises(
         WrongInput,
         match=(
-            r"holds no rows of data\.seq_len=8, data\.pack=best_fit; run `ingot prepare --again` with this"
+            r"holds no rows of data\.seq_len=8, data\.pack=best_fit; run `ingot prepare` with this"
             r" recipe"
         ),
     ):
+        open_rows(folder, "train", 8, pack="best_fit", pad_last=False)
+    (folder / "rows-best_fit-8.json").write_text("{")
+    with pytest.raises(WrongInput, match=r"holds no rows of .*; run `ingot prepare --again`"):
         open_rows(folder, "train", 8, pack="best_fit", pad_last=False)
     planned(folder, 5)
     assert {path.name for path in folder.glob("*rows-*")} == {

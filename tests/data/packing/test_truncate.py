@@ -135,7 +135,7 @@ def test_of_a_chat_its_end_stays(how: str, tmp_path: Path) -> None:
 
 def test_rows_of_another_way_are_not_taken(tmp_path: Path) -> None:
     _, rows = rows_of(tmp_path, "preference", [PREFERENCE], "none-left")
-    with pytest.raises(WrongInput, match=r"data\.pack=none; run `ingot prepare --again`"):
+    with pytest.raises(WrongInput, match=r"data\.pack=none; run `ingot prepare` with"):
         open_rows(rows.columns, "train", 4, pack="none", pad_last=False)
 
 
