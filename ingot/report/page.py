@@ -23,7 +23,7 @@ from ingot.base.runfolder import RunFolder
 from ingot.base.storage import write_atomic
 from ingot.report.chosen import non_default_knobs
 from ingot.report.failures import last_failure
-from ingot.report.formatting import count, median, moment, rounded, short, smooth, timestamp
+from ingot.report.formatting import count, median, moment, rounded, short, smooth
 from ingot.report.headline import bits_per_byte_bars, headline, headline_figures
 from ingot.report.metrics import MetricsFile
 from ingot.report.planned import beside_plan, decisions
@@ -312,7 +312,7 @@ def _events(events: list[dict[str, Any]]) -> list[dict[str, str]]:
             "last": "" if step is None else str(step),
             "times": "1",
             "cause": str(cause or ""),
-            "clock": timestamp(when) if isinstance(when, int | float) else "",
+            "clock": moment(when) if isinstance(when, int | float) else "",
             "after": (
                 f"+{duration(when - began)}"
                 if isinstance(when, int | float) and began is not None

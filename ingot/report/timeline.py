@@ -10,7 +10,7 @@ from typing import Any
 from markupsafe import Markup
 
 from ingot.base.progress import duration
-from ingot.report.formatting import percent, timestamp
+from ingot.report.formatting import moment, percent
 from ingot.report.goodput import TIME_PARTS, Goodput, TimePart
 from ingot.report.incidents import Incident, incident_ranks, incident_steps
 from ingot.report.plots import StripSegment, strip
@@ -86,7 +86,7 @@ def time_section(account: Goodput) -> dict[str, Any]:
                 {
                     "kind": loss.kind,
                     "colour": _colour(loss.kind),
-                    "when": timestamp(loss.wall),
+                    "when": moment(loss.wall),
                     "ranks": incident_ranks(loss),
                     "steps": incident_steps(loss),
                     "cause": loss.cause,

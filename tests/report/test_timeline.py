@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -61,6 +62,21 @@ def test_where_the_time_went_stands_as_a_bar_the_attempts_and_a_table(run: RunFo
         assert f".{part} {{ --c:" in page.source or f".{part}, ." in page.source, (
             "every colour is in the style sheet"
         )
+
+
+def test_every_time_says_of_which_zone_it_is(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    try:
+        with monkeypatch.context() as patch:
+            patch.setenv("TZ", "XYZ-9")
+            time.tzset()
+            page = Page(write_page(run))
+    finally:
+        time.tzset()
+    told = re.findall(r"20\d\d-\d\d-\d\d \d\d:\d\d:\d\d(?: XYZ)?", page.source)
+    assert len(told) > 3
+    assert [when for when in told if not when.endswith("XYZ")] == []
 
 
 def test_a_training_without_losses_has_no_timeline(run: RunFolder) -> None:
