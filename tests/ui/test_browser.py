@@ -111,6 +111,34 @@ def test_curves_zoom_and_tell_their_values(tab: Tab, shown: Shown) -> None:
         tab.wait("document.querySelectorAll('.chart canvas').length >= 12")
 
 
+@contextlib.contextmanager
+def lone_chart(tab: Tab, shown: Shown, options: str) -> Iterator[None]:
+    """A page with `window.chart` in `#lone`, whose last zoom is `window.zoomed`."""
+    tab.go(f"{shown.url}/")
+    tab.eval(
+        "import('/static/chart.js').then(({ Chart }) => { const root = document.createElement('div');"
+        " root.id = 'lone'; root.style.width = '600px'; root.style.height = '200px';"
+        " document.body.replaceChildren(root);"
+        " window.chart = new Chart(root, { zoom: (...range) => { window.zoomed = range; } });"
+        " chart.set([{ name: 'a', index: 0, x: [0, 0.4, 1], y: [1, 0, 2], n: 3, lost: null }],"
+        f" {{ formatX: String, ...{options} }}); }})"
+    )
+    tab.wait("window.chart?.box")
+    yield
+    tab.go("about:blank")
+
+
+@pytest.mark.parametrize(("axis", "whole"), [("time", False), ("step", True), ("tokens", True)])
+def test_a_part_of_a_second_can_be_chosen_and_no_part_of_a_step(
+    tab: Tab, shown: Shown, axis: str, whole: bool
+) -> None:
+    with lone_chart(tab, shown, f"{{ axis: '{axis}' }}"):
+        tab.drag("#lone", 0.3, 0.6)
+        tab.wait("window.zoomed")
+        low, high = tab.eval("zoomed")
+        assert (low, high) == (0, 1) if whole else 0.1 < low < 0.4 < high < 0.7
+
+
 def test_labels_of_an_axis_differ(tab: Tab, shown: Shown) -> None:
     tab.go(f"{shown.url}/")
     imported = "Promise.all([import('/static/chart.js'), import('/static/format.js')])"

@@ -212,7 +212,8 @@ export class Chart {
     if (Math.abs(at - from) < 8) return;
     const value = (place) => x0 + ((Math.min(Math.max(place, left), right) - left) / (right - left)) * (x1 - x0);
     this.#leave();
-    this.zoom?.(Math.floor(value(Math.min(from, at))), Math.ceil(value(Math.max(from, at)))); // whole steps, tokens, seconds
+    const low = value(Math.min(from, at)), high = value(Math.max(from, at));
+    this.zoom?.(...(this.options.axis === "time" ? [low, high] : [Math.floor(low), Math.ceil(high)])); // steps and tokens are whole
   }
 }
 
