@@ -139,6 +139,12 @@ def test_a_part_of_a_second_can_be_chosen_and_no_part_of_a_step(
         assert (low, high) == (0, 1) if whole else 0.1 < low < 0.4 < high < 0.7
 
 
+def test_what_has_no_place_on_a_log_scale_is_not_drawn_at_its_foot(tab: Tab, shown: Shown) -> None:
+    with lone_chart(tab, shown, "{ log: true }"):
+        zero, least, height = tab.eval("[chart.box.y(0), chart.box.y(1), 200]")
+        assert least < height < zero
+
+
 def test_labels_of_an_axis_differ(tab: Tab, shown: Shown) -> None:
     tab.go(f"{shown.url}/")
     imported = "Promise.all([import('/static/chart.js'), import('/static/format.js')])"

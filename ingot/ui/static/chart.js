@@ -130,8 +130,9 @@ export class Chart {
     const apart = yTicks[1] - yTicks[0], label = (value) => (yTicks.length < 2 || (this.isLog && yTicks[1] >= 2 * yTicks[0]) ? short(value) : rounded(value, apart));
     const left = Math.ceil(Math.max(...yTicks.map((value) => c.measureText(label(value)).width), 18)) + 10, right = width - 6, top = 8, bottom = height - 22;
     const x = (value) => left + ((value - bounds.x0) / (bounds.x1 - bounds.x0)) * (right - left);
-    const lift = this.isLog ? (value) => (Math.log(value) - Math.log(bounds.y0)) / (Math.log(bounds.y1) - Math.log(bounds.y0)) : (value) => (value - bounds.y0) / (bounds.y1 - bounds.y0);
-    const y = (value) => bottom - lift(this.isLog ? Math.max(value, bounds.y0) : value) * (bottom - top);
+    // On a log scale zero has no place: a picture's height below, out of sight.
+    const lift = this.isLog ? (value) => (value > 0 ? (Math.log(value) - Math.log(bounds.y0)) / (Math.log(bounds.y1) - Math.log(bounds.y0)) : -1) : (value) => (value - bounds.y0) / (bounds.y1 - bounds.y0);
+    const y = (value) => bottom - lift(value) * (bottom - top);
     this.box = { ...bounds, left, right, top, bottom, x, y, width, height };
     c.strokeStyle = line; c.fillStyle = soft; c.lineWidth = 1; c.textBaseline = "middle"; c.textAlign = "right";
     for (const value of yTicks) { const at = Math.round(y(value)) + 0.5; c.beginPath(); c.moveTo(left, at); c.lineTo(right, at); c.stroke(); c.fillText(label(value), left - 7, at); }
