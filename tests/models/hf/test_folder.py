@@ -269,7 +269,7 @@ def test_folders_that_are_no_models(tmp_path: Path) -> None:
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"attention_dropout": 0.1}, "attention_dropout 0.1"),
         ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "rope_type `longrope`"),
-        ({"hidden_size": None}, "not a number"),
+        ({"hidden_size": None}, "no number"),
         ({"vocab_size": 0}, "vocab_size is 0"),
     ],
 )
