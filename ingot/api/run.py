@@ -231,7 +231,8 @@ class Run:
         return kind.parse(self._told(verb, options, on_step), self._here)
 
     def _told(self, verb: str, options: Sequence[str], on_step: OnStep | None) -> dict[str, Any]:
-        lines = _from_now_on(self.folder)
+        # Logs may be long: they are read for whoever wants to know, and for nobody else.
+        lines = None if on_step is None else _from_now_on(self.folder)
         with _Verb(verb, [*self._arguments, *options], self._here, self._quiet) as started:
             for step in _logged(lines, started):
                 if on_step is not None:
@@ -336,11 +337,12 @@ def _error(verb: str, code: int, message: str) -> IngotError:
     return Failed(message)
 
 
-def _logged(lines: _LoggedLines, verb: _Verb) -> Iterator[StepMetrics]:
-    """What is logged until the verb is over."""
+def _logged(lines: _LoggedLines | None, verb: _Verb) -> Iterator[StepMetrics]:
+    """What is logged until the verb is over; without `lines`, only wait for it."""
     while True:
         over = verb.over()  # asked before reading, so that nothing is missed
-        yield from lines.read()
+        if lines is not None:
+            yield from lines.read()
         if over:
             return
         time.sleep(POLL_S)

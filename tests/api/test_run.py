@@ -113,6 +113,12 @@ def test_an_unchanged_step_is_told_so(done: Done) -> None:
     assert asdict(again) == {**asdict(one(done, "train")), "unchanged": True}
 
 
+def test_nothing_is_read_for_nobody(done: Done, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The metrics of a long training take seconds to parse, before the verb even starts."""
+    monkeypatch.setattr(_LoggedLines, "read", lambda _: pytest.fail("read the logs"))
+    assert done.run.train().unchanged
+
+
 @pytest.mark.parametrize(
     ("knobs", "path", "value"),
     [
