@@ -25,9 +25,9 @@ class Model(BaseHTTPRequestHandler):
         self.send_response(200)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(VECTOR)))
+        self.send_header("Connection", "close")
         self.end_headers()
         self.wfile.write(VECTOR[:20] if torn else VECTOR)
-        self.close_connection = True
 
     def log_message(self, *_: Any) -> None:
         """Nothing is logged."""
