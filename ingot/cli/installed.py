@@ -41,9 +41,10 @@ def _of_checkout(path: Path) -> list[str]:
 def installed_version(name: str) -> str | None:
     """None if the package is not installed."""
     try:
-        # Without a version: the rest of an installation that was removed.
+        # Without a version, or KeyError where the backport of this library is there, too: the rest
+        # of an installation that was removed.
         return importlib.metadata.version(name) or None
-    except importlib.metadata.PackageNotFoundError:
+    except (importlib.metadata.PackageNotFoundError, KeyError):
         return None
 
 

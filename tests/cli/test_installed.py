@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from packaging.requirements import Requirement
@@ -12,7 +13,7 @@ from packaging.requirements import Requirement
 from ingot.cli import doctor
 from ingot.cli.check.recipe import _check_cleaning
 from ingot.cli.doctor import MachineFinding
-from ingot.cli.installed import java, requirements, satisfies
+from ingot.cli.installed import installed_version, java, requirements, satisfies
 from ingot.config.load import read_with_origins
 from ingot.config.values import Findings
 from tests.base.homeless import homeless
@@ -48,6 +49,13 @@ def test_a_package_of_a_version_that_ingot_does_not_take_is_named(
     assert found.get == (
         f"pip install 'transformers{wanted['transformers']}' 'orjson{wanted['orjson']}'"
     )
+
+
+def test_the_rest_of_a_removed_installation_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the backport of importlib.metadata tells it, where another package brings that."""
+    gone = mock.Mock(side_effect=KeyError("Version"))
+    monkeypatch.setattr("importlib.metadata.version", gone)
+    assert installed_version("orjson") is None
 
 
 def test_versions_are_compared_as_pip_does() -> None:
