@@ -76,9 +76,8 @@ class CheckpointHook:
             self.finish(info.step)
             raise self.stopper.refused
         is_best = self.knobs.best is not None and self.stopper.best_step == info.step
-        if (
-            is_best or (self._due and not self._waits)
-        ) and info.step < self._last:  # `finish` saves the last one
+        due = is_best or (self._due and not self._waits)
+        if due and info.step < self._last:  # `finish` saves the last one
             self.save(info.step)
         if self._is_saving:
             self._record(self.saver.done())

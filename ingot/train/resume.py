@@ -64,9 +64,9 @@ def find_start(
     `allow` may differ; `on_change` is then called with the differences. `newest` is the newest
     valid checkpoint if somebody has verified it already. Damaged ones that are newer than the one
     found are set aside. `reads`: what this training reads in its marker. `come_to`: how many rows
-    of the data's order so many steps have come to, one a sample by default. `before_anew` is called
-    before anything is moved when training starts anew; if it raises, nothing has changed. `last`:
-    the steps that the recipe asks for.
+    of the data's order the training of a checkpoint has come to, one a sample by default.
+    `before_anew` is called before anything is moved when training starts anew; if it raises,
+    nothing has changed. `last`: the steps that the recipe asks for.
 
     Raises:
         WrongInput: an unfinished training with a different recipe lies here; names what changed. Or
