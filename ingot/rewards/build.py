@@ -83,6 +83,8 @@ class WeightedRewards:
             scores.failures[settings.label] = len(failed)
             if failed:
                 scores.reasons[settings.label] = str(failed[0])[:MOST_SHOWN]
+                if len(failed) == len(samples) and all(each.again for each in failed):
+                    scores.absent.append(settings.label)
             for place, value in enumerate(values):
                 counted = settings.on_failure if value is None else value
                 scores.total[place] += settings.weight * counted

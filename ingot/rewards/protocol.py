@@ -37,6 +37,10 @@ class RewardScores:
     """By the reward's name: on how many samples it failed."""
     reasons: dict[str, str] = field(default_factory=dict)
     """By the name of a reward that failed: why it did, on the first sample on which it did."""
+    absent: list[str] = field(default_factory=list)
+    """Rewards that judged nothing, for reasons that lie in none of the samples: a server that does
+    not answer, a process that dies.
+    """
 
 
 class Rewards(Protocol):

@@ -301,4 +301,12 @@ FAULTS = [
         "a training on rewards has no samples of the steps before its machine was reclaimed",
         by="tests/launch/test_run_folder_sync.py",
     ),
+    Fault(
+        "absent-reward",
+        "ingot/train/rollout/sampling.py",
+        "for name in scores.absent:",
+        "for name in scores.absent[1:]:",
+        "a training goes on without the reward whose server is gone, and learns something else",
+        by="tests/train/rollout/test_rollout.py",
+    ),
 ]

@@ -114,6 +114,13 @@ def test_what_may_help_is_tried_again_and_nothing_else() -> None:
     with build_rewards([LengthSettings()]) as rewards:
         scores = rewards(samples("flaky two"))
     assert scores.reasons == {"odd": "busy"}
+    assert scores.absent == ["odd"]
+
+
+def test_a_reward_that_judges_something_or_refuses_is_not_absent() -> None:
+    with build_rewards([LengthSettings()]) as rewards:
+        for answers in (("flaky", "abc"), ("raises", "flaky again"), ("raises",), ()):
+            assert rewards(samples(*answers)).absent == []
 
 
 def test_samples_are_scored_together_but_never_more_than_asked() -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ingot.base.errors import WrongInput
+from ingot.base.errors import Failed, WrongInput
 from ingot.base.progress import say
 from ingot.config.sections.grpo import GRPOSettings
 from ingot.data.batches.prompts import Prompt, PromptReader
@@ -112,7 +112,12 @@ class AnswerSampler:
     def judge(
         self, task: SampleTask, found: Sequence[SampledAnswer], meanwhile: Callable[[], bool]
     ) -> RolloutAnswers | None:
-        """The answers with their rewards, computed in a thread, as they may take long."""
+        """The answers with their rewards, computed in a thread, as they may take long. None once
+        `meanwhile` says True.
+
+        Raises:
+            Failed: a reward is absent; without it, training would learn something else.
+        """
         samples = [
             Sample(
                 prompt.text,
@@ -133,6 +138,11 @@ class AnswerSampler:
                     return None
         for name, reason in scores.reasons.items():
             say(f"warning: reward {name} failed on {scores.failures[name]} answers: {reason}")
+        for name in scores.absent:
+            raise Failed(
+                f"reward {name} judged none of {len(found)} answers ({scores.reasons[name]}); see"
+                " to it, and run the same command again: it goes on from the newest checkpoint"
+            )
         shape = len(found), self._settings.max_answer_tokens
         ids, logprobs = np.zeros(shape, np.int64), np.zeros(shape, np.float32)
         for row, answer in enumerate(found):
