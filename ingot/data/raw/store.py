@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -113,7 +114,7 @@ def write_parts(
     folder: Path, split: Split, source: int, texts: Iterable[Text]
 ) -> Iterator[tuple[RawPart, FileEntry]]:
     """Write texts of one source as `SPLIT-NNNNN.parquet`, counting from 0; each file appears
-    atomically.
+    atomically. A row group is written in a thread while the next one is read.
     """
     groups = _groups(texts)
     for number in itertools.count():
@@ -133,11 +134,14 @@ def write_parts(
                 write_statistics=False,
                 write_page_checksum=True,
             ) as writer,
+            ThreadPoolExecutor(1) as thread,
         ):
             while group is not None:
-                writer.write_table(_table(source, group), row_group_size=len(group.texts))
-                counts.append((len(group.texts), group.bytes))
+                table, documents = _table(source, group), len(group.texts)
+                writing = thread.submit(writer.write_table, table, row_group_size=documents)
+                counts.append((documents, group.bytes))
                 group = next(groups, None) if sum(size for _, size in counts) < PART_BYTES else None
+                writing.result()
         entry = entry_of(folder, path)
         yield RawPart(path, entry.sha256, counts), entry
 
