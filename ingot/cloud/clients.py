@@ -23,100 +23,75 @@ PATIENCE_S, FIRST_WAIT_S, CALL_S = 60.0, 1.0, 120.0
 """For calls that may be repeated: how long they are retried, the first pause between attempts, and
 the timeout of one attempt.
 """
+FORBIDDEN, NOT_FOUND, EXISTS = 403, 404, 409
+"""HTTP statuses of a refusal, for `http_status_of`."""
 LOGIN = "run `gcloud auth application-default login`"
-# Service -> module and class of its client, and its host, with {region} for regional services.
-SERVICES: dict[str, tuple[str, str, str]] = {
-    "jobs": (
-        "google.cloud.aiplatform_v1",
-        "JobServiceClient",
+AIPLATFORM = "google.cloud.aiplatform_v1"
+DENIED = "ask for the role Vertex AI User"
+# Package -> its host, with {region} for regional services, and the class of each service's client.
+_PACKAGES: dict[str, tuple[str, dict[str, str]]] = {
+    AIPLATFORM: (
         "{region}-aiplatform.googleapis.com",
+        {
+            "jobs": "JobServiceClient",
+            "pipelines": "PipelineServiceClient",
+            "schedules": "ScheduleServiceClient",
+            "models": "ModelServiceClient",
+            "endpoints": "EndpointServiceClient",
+            "predictions": "PredictionServiceClient",
+            "tensorboards": "TensorboardServiceClient",
+        },
     ),
-    "pipelines": (
-        "google.cloud.aiplatform_v1",
-        "PipelineServiceClient",
-        "{region}-aiplatform.googleapis.com",
-    ),
-    "schedules": (
-        "google.cloud.aiplatform_v1",
-        "ScheduleServiceClient",
-        "{region}-aiplatform.googleapis.com",
-    ),
-    "models": (
-        "google.cloud.aiplatform_v1",
-        "ModelServiceClient",
-        "{region}-aiplatform.googleapis.com",
-    ),
-    "endpoints": (
-        "google.cloud.aiplatform_v1",
-        "EndpointServiceClient",
-        "{region}-aiplatform.googleapis.com",
-    ),
-    "predictions": (
-        "google.cloud.aiplatform_v1",
-        "PredictionServiceClient",
-        "{region}-aiplatform.googleapis.com",
-    ),
-    "tensorboards": (
-        "google.cloud.aiplatform_v1",
-        "TensorboardServiceClient",
-        "{region}-aiplatform.googleapis.com",
-    ),
-    "instances": ("google.cloud.compute_v1", "InstancesClient", "compute.googleapis.com"),
-    "zone operations": (
-        "google.cloud.compute_v1",
-        "ZoneOperationsClient",
+    "google.cloud.compute_v1": (
         "compute.googleapis.com",
+        {
+            "instances": "InstancesClient",
+            "zone operations": "ZoneOperationsClient",
+            "machine types": "MachineTypesClient",
+            "accelerator types": "AcceleratorTypesClient",
+            "compute projects": "ProjectsClient",
+            "regions": "RegionsClient",
+            "subnetworks": "SubnetworksClient",
+        },
     ),
-    "machine types": ("google.cloud.compute_v1", "MachineTypesClient", "compute.googleapis.com"),
-    "accelerator types": (
-        "google.cloud.compute_v1",
-        "AcceleratorTypesClient",
-        "compute.googleapis.com",
-    ),
-    "compute projects": ("google.cloud.compute_v1", "ProjectsClient", "compute.googleapis.com"),
-    "regions": ("google.cloud.compute_v1", "RegionsClient", "compute.googleapis.com"),
-    "subnetworks": ("google.cloud.compute_v1", "SubnetworksClient", "compute.googleapis.com"),
-    "batches": (
-        "google.cloud.dataproc_v1",
-        "BatchControllerClient",
+    "google.cloud.dataproc_v1": (
         "{region}-dataproc.googleapis.com",
+        {"batches": "BatchControllerClient"},
     ),
-    "secrets": (
-        "google.cloud.secretmanager_v1",
-        "SecretManagerServiceClient",
+    "google.cloud.secretmanager_v1": (
         "secretmanager.googleapis.com",
+        {"secrets": "SecretManagerServiceClient"},
     ),
-    "builds": (
-        "google.cloud.devtools.cloudbuild_v1",
-        "CloudBuildClient",
+    "google.cloud.devtools.cloudbuild_v1": (
         "cloudbuild.googleapis.com",
+        {"builds": "CloudBuildClient"},
     ),
-    "repositories": (
-        "google.cloud.artifactregistry_v1",
-        "ArtifactRegistryClient",
+    "google.cloud.artifactregistry_v1": (
         "artifactregistry.googleapis.com",
+        {"repositories": "ArtifactRegistryClient"},
     ),
-    "services": (
-        "google.cloud.service_usage_v1",
-        "ServiceUsageClient",
+    "google.cloud.service_usage_v1": (
         "serviceusage.googleapis.com",
+        {"services": "ServiceUsageClient"},
     ),
-    "projects": (
-        "google.cloud.resourcemanager_v3",
-        "ProjectsClient",
+    "google.cloud.resourcemanager_v3": (
         "cloudresourcemanager.googleapis.com",
+        {"projects": "ProjectsClient"},
     ),
-    "dataflow jobs": (
-        "google.cloud.dataflow_v1beta3",
-        "JobsV1Beta3Client",
+    "google.cloud.dataflow_v1beta3": (
         "dataflow.googleapis.com",
-    ),
-    "flex templates": (
-        "google.cloud.dataflow_v1beta3",
-        "FlexTemplatesServiceClient",
-        "dataflow.googleapis.com",
+        {
+            "dataflow jobs": "JobsV1Beta3Client",
+            "flex templates": "FlexTemplatesServiceClient",
+        },
     ),
 }
+SERVICES = {
+    service: (package, client, host)
+    for package, (host, clients) in _PACKAGES.items()
+    for service, client in clients.items()
+}
+"""Package, class and host of each service's client."""
 
 
 @dataclass(frozen=True)
@@ -317,6 +292,45 @@ def call_api(
             return call(**request, retry=retry, timeout=CALL_S)
         except exceptions.RetryError as error:
             raise error.cause or error from error
+
+
+def list_all(
+    call: Callable[..., Any], what: str, *, missing: str = "", denied: str = "", **request: Any
+) -> list[Any]:
+    """What a client's method lists, on all pages, which are requested while iterating. Raises as
+    `google_errors` does.
+    """
+    with google_errors(what, missing=missing, denied=denied):
+        return list(call_api(call, what, missing=missing, denied=denied, **request))
+
+
+def call_or_none(call: Callable[..., Any], what: str, **request: Any) -> Any | None:
+    """The answer to a call; None if the object does not exist. Raises as `call_api` does."""
+    try:
+        return call_api(call, what, **request)
+    except WrongInput as error:
+        if http_status_of(error) == NOT_FOUND:
+            return None
+        raise
+
+
+def create_once(call: Callable[..., Any], what: str, **request: Any) -> None:
+    """Create an object under a name of our own. An existing one is ours: an earlier answer was
+    lost. Raises as `call_api` does.
+    """
+    try:
+        call_api(call, what, **request)
+    except WrongInput as error:
+        if http_status_of(error) != EXISTS:
+            raise
+
+
+def http_status_of(error: BaseException) -> int | None:
+    """The HTTP status of Google's refusal behind an error raised by `call_api` or `google_errors`;
+    None if there was none.
+    """
+    code = getattr(error.__cause__, "code", None)
+    return int(code) if code is not None else None
 
 
 def _not_installed() -> WrongInput:

@@ -13,8 +13,9 @@ from ingot.base.errors import Failed, WrongInput
 from ingot.cloud.clients import (
     GoogleClients,
     call_api,
-    google_errors,
-    google_packages,
+    call_or_none,
+    create_once,
+    list_all,
     message_types,
 )
 
@@ -50,23 +51,13 @@ def active_dataflow_jobs(
 
     A list contains summaries without labels, so each candidate is requested individually.
     """
-    types, client, what = (
-        message_types(MODULE),
-        google.client("dataflow jobs"),
-        "list Dataflow jobs",
-    )
+    types, client = message_types(MODULE), google.client("dataflow jobs")
     place = {"project_id": google.project, "location": google.cloud.region}
-    with google_errors(what):  # pages are requested while iterating
-        jobs = call_api(
-            client.list_jobs,
-            what,
-            request=types.ListJobsRequest(**place, filter=types.ListJobsRequest.Filter.ACTIVE),
-        )
-        listed = [
-            job
-            for job in jobs
-            if job.name.startswith(name) and job.current_state.name not in DATAFLOW_FINAL_STATES
-        ]
+    listed = list_all(
+        client.list_jobs,
+        "list Dataflow jobs",
+        request=types.ListJobsRequest(**place, filter=types.ListJobsRequest.Filter.ACTIVE),
+    )
     view = types.JobView.JOB_VIEW_DESCRIPTION
     found = [
         call_api(
@@ -75,6 +66,7 @@ def active_dataflow_jobs(
             request=types.GetJobRequest(**place, job_id=job.id, view=view),
         )
         for job in listed
+        if job.name.startswith(name) and job.current_state.name not in DATAFLOW_FINAL_STATES
     ]
     ours = [
         job
@@ -128,54 +120,38 @@ def create_batch(google: GoogleClients, batch_id: str, batch: Any, request_id: s
     """Create a batch under an id of our own. An existing batch of this id is ours: the answer to an
     earlier request was lost.
     """
-    try:
-        call_api(
-            google.client("batches").create_batch,
-            f"make the Spark batch {batch_id}",
-            denied="ask for the roles Dataproc Editor and Service Account User",
-            request={
-                "parent": google.parent,
-                "batch": batch,
-                "batch_id": batch_id,
-                "request_id": request_id,
-            },
-        )
-    except WrongInput as error:
-        if not isinstance(error.__cause__, google_packages()["exceptions"].Conflict):
-            raise
+    create_once(
+        google.client("batches").create_batch,
+        f"make the Spark batch {batch_id}",
+        denied="ask for the roles Dataproc Editor and Service Account User",
+        request={
+            "parent": google.parent,
+            "batch": batch,
+            "batch_id": batch_id,
+            "request_id": request_id,
+        },
+    )
 
 
 def get_batch(google: GoogleClients, batch_id: str) -> SparkBatch | None:
     """The batch; None if there is none."""
-    try:
-        found = call_api(
-            google.client("batches").get_batch,
-            f"look at the Spark batch {batch_id}",
-            request={"name": f"{google.parent}/batches/{batch_id}"},
-        )
-    except WrongInput as error:
-        if isinstance(error.__cause__, google_packages()["exceptions"].NotFound):
-            return None
-        raise
-    return _batch(found)
+    found = call_or_none(
+        google.client("batches").get_batch,
+        f"look at the Spark batch {batch_id}",
+        request={"name": f"{google.parent}/batches/{batch_id}"},
+    )
+    return None if found is None else _batch(found)
 
 
 def labelled_batches(google: GoogleClients, labels: dict[str, str]) -> list[SparkBatch]:
     """Batches with all of these labels, newest first."""
     wanted = " AND ".join(f"labels.{name}={value}" for name, value in sorted(labels.items()))
-    request, what = (
-        {
-            "parent": google.parent,
-            "filter": wanted,
-            "order_by": "create_time desc",
-        },
+    found = list_all(
+        google.client("batches").list_batches,
         "list Spark batches",
+        request={"parent": google.parent, "filter": wanted, "order_by": "create_time desc"},
     )
-    with google_errors(what):  # pages are requested while iterating
-        return [
-            _batch(found)
-            for found in call_api(google.client("batches").list_batches, what, request=request)
-        ]
+    return list(map(_batch, found))
 
 
 def cancel_batch(google: GoogleClients, batch_id: str) -> None:

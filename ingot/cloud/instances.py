@@ -15,12 +15,17 @@ from typing import Any
 from ingot.base.errors import Failed, IngotError, WrongInput
 from ingot.base.markers import fingerprint
 from ingot.cloud.clients import (
+    NOT_FOUND,
     GoogleClients,
     call_api,
+    call_or_none,
     google_errors,
     google_packages,
+    http_status_of,
+    list_all,
     message_types,
 )
+from ingot.config.sections.deployment import Cloud
 
 MODULE = "google.cloud.compute_v1"
 POLL_S, LIMIT_S = 2.0, 600.0
@@ -96,6 +101,11 @@ def label(text: str) -> str:
     )
 
 
+def user_labels(cloud: Cloud) -> dict[str, str]:
+    """`cloud.labels` as valid labels."""
+    return {label(key): label(value) for key, value in cloud.labels.items()}
+
+
 def insert(google: GoogleClients, zone: str, machines: Sequence[Any]) -> None:
     """Create these machines (messages `Instance`) in a zone, and wait until each exists. If one is
     refused, those already created stay.
@@ -159,17 +169,16 @@ def labelled(google: GoogleClients, labels: Mapping[str, str]) -> list[Instance]
     request = message_types(MODULE).AggregatedListInstancesRequest(
         project=google.project, filter=wanted
     )
-    what = f"list the machines of the project {google.project}"
-    pages = call_api(google.client("instances").aggregated_list, what, request=request)
-    found = []
-    with google_errors(what):
-        for zone, scoped in pages:
-            found += [
-                Instance(
-                    one.name, zone.rpartition("/")[2], one.status, dict(one.labels), str(one.id)
-                )
-                for one in scoped.instances
-            ]
+    zones = list_all(
+        google.client("instances").aggregated_list,
+        f"list the machines of the project {google.project}",
+        request=request,
+    )
+    found = [
+        Instance(one.name, zone.rpartition("/")[2], one.status, dict(one.labels), str(one.id))
+        for zone, scoped in zones
+        for one in scoped.instances
+    ]
     return sorted(found, key=lambda one: one.name)
 
 
@@ -194,12 +203,12 @@ def delete(google: GoogleClients, machines: Collection[Instance]) -> None:
                 (machine.zone, call_api(client.delete_unary, what, request=request).name, what)
             )
         except (WrongInput, Failed) as error:
-            errors += [] if _is_missing(error) else [error]
+            errors += [] if http_status_of(error) == NOT_FOUND else [error]
     for zone, operation, what in asked:
         try:
             wait_for_zone_operation(google, zone, operation, what)
         except (WrongInput, Failed) as error:
-            errors += [] if _is_missing(error) else [error]
+            errors += [] if http_status_of(error) == NOT_FOUND else [error]
     if errors:
         raise errors[0]
 
@@ -235,17 +244,12 @@ def serial_port(google: GoogleClients, machine: Instance, start: int = 0) -> tup
     request = message_types(MODULE).GetSerialPortOutputInstanceRequest(
         project=google.project, zone=machine.zone, instance=machine.name, start=start
     )
-    try:
-        said = call_api(
-            google.client("instances").get_serial_port_output,
-            f"read what {machine.name} said",
-            request=request,
-        )
-    except WrongInput as error:
-        if _is_missing(error):
-            return "", start
-        raise
-    return said.contents, int(said.next_)
+    said = call_or_none(
+        google.client("instances").get_serial_port_output,
+        f"read what {machine.name} said",
+        request=request,
+    )
+    return ("", start) if said is None else (said.contents, int(said.next_))
 
 
 def as_json(machine: Any) -> str:
@@ -256,7 +260,3 @@ def as_json(machine: Any) -> str:
         )
     )
     return json.dumps(values, indent=2, sort_keys=True)
-
-
-def _is_missing(error: Exception) -> bool:
-    return getattr(error.__cause__, "code", None) == 404

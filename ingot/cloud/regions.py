@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from ingot.base.errors import WrongInput
 from ingot.base.remote.service import connect
-from ingot.cloud.clients import GoogleClients, google_errors
+from ingot.cloud.clients import FORBIDDEN, GoogleClients, google_errors, http_status_of
 from ingot.config.sections.deployment import Cloud
 
 _CHECK_S = (10.0, 60.0)
@@ -57,7 +57,7 @@ def region_mismatch(cloud: Cloud) -> str | None:
         with google_errors(f"look at the bucket {url}", missing="create it, or mend cloud.bucket"):
             found = client.get_bucket(cloud.bucket, timeout=_CHECK_S)
     except WrongInput as error:
-        if getattr(error.__cause__, "code", None) == 403:
+        if http_status_of(error) == FORBIDDEN:
             return None
         raise
     location, within = str(found.location or ""), tuple(found.data_locations or ())

@@ -10,8 +10,15 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
-from ingot.base.errors import Failed
-from ingot.cloud.clients import GoogleClients, google_errors, google_packages
+from ingot.base.errors import Failed, WrongInput
+from ingot.cloud.clients import (
+    EXISTS,
+    NOT_FOUND,
+    GoogleClients,
+    google_errors,
+    google_packages,
+    http_status_of,
+)
 
 HOST = "tpu.googleapis.com"
 CALL_S, POLL_S, LIMIT_S = 60.0, 5.0, 600.0
@@ -42,8 +49,8 @@ def create(google: GoogleClients, zone: str, id: str, wanted: dict[str, Any]) ->
     path = f"projects/{google.project}/locations/{zone}/queuedResources?queuedResourceId={id}"
     try:
         _call(google, "post", path, f"ask for the TPU {id} in {zone}", wanted)
-    except Exception as error:
-        if getattr(error.__cause__, "code", None) != 409:
+    except WrongInput as error:
+        if http_status_of(error) != EXISTS:
             raise
 
 
@@ -87,8 +94,8 @@ def delete(google: GoogleClients, zone: str, id: str) -> None:
                     f"projects/{google.project}/locations/{zone}/queuedResources/{id}?force=true",
                     what,
                 )
-            except Exception as error:
-                if getattr(error.__cause__, "code", None) != 404:
+            except WrongInput as error:
+                if http_status_of(error) != NOT_FOUND:
                     raise
         if time.monotonic() > until:
             raise Failed(
@@ -106,8 +113,8 @@ def _get(google: GoogleClients, zone: str, id: str) -> dict[str, Any] | None:
             f"projects/{google.project}/locations/{zone}/queuedResources/{id}",
             f"look at the TPU {id}",
         )
-    except Exception as error:
-        if getattr(error.__cause__, "code", None) == 404:
+    except WrongInput as error:
+        if http_status_of(error) == NOT_FOUND:
             return None
         raise
 

@@ -24,7 +24,7 @@ from ingot.base.remote.lease import Lease, lease
 from ingot.base.remote.replica import push, replica_url
 from ingot.base.storage import write_atomic
 from ingot.cloud.clients import GoogleClients
-from ingot.cloud.instances import label, resource_name
+from ingot.cloud.instances import label, resource_name, user_labels
 from ingot.cloud.regions import region_mismatch
 from ingot.cloud.vertex import jobs as pipelines
 from ingot.config.recipe import Recipe
@@ -85,7 +85,7 @@ def prepare_submission(recipe: Recipe) -> Submission:
         "displayName": resource_name(f"ingot-{recipe.name}"),
         "pipelineSpec": spec,
         "labels": {
-            **{label(key): label(value) for key, value in cloud.labels.items()},
+            **user_labels(cloud),
             **_labels(recipe),
         },
         "runtimeConfig": {

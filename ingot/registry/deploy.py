@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from ingot.base.errors import Failed, WrongInput
 from ingot.base.progress import say
 from ingot.cloud.clients import GoogleClients
+from ingot.cloud.instances import label, user_labels
 from ingot.config.recipe import Recipe
 from ingot.registry.verbs import (
     approved_report,
@@ -27,7 +28,7 @@ from ingot.registry.vertexai import objects
 from ingot.registry.vertexai.endpoint import RolloutPlan, find_endpoint, render_rollout
 from ingot.registry.vertexai.probe import SHARE, AnswerCheck, local_answer
 from ingot.registry.vertexai.registry import VertexRegistry
-from ingot.registry.vertexai.resources import label, machine_resources
+from ingot.registry.vertexai.resources import machine_resources
 from ingot.registry.vertexai.rollout import roll_out
 
 BY_HAND = "by hand"
@@ -227,10 +228,7 @@ def _plan_rollout(
         if probes
         else None
     )
-    labels = {
-        **{label(key): label(value) for key, value in recipe.cloud.labels.items()},
-        "ingot-run": label(recipe.name),
-    }
+    labels = {**user_labels(recipe.cloud), "ingot-run": label(recipe.name)}
     return RolloutPlan(
         version,
         machine_resources(recipe),

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Literal
 
-from ingot.base.errors import IngotError, WrongInput
+from ingot.base.errors import IngotError
 from ingot.cloud.clients import GoogleClients, call_api
 from ingot.cloud.images import ImageKind
 from ingot.config.recipe import Recipe
@@ -21,7 +21,7 @@ from ingot.config.sections.launch import Machine
 Use = Literal[
     "storage", "compute", "vertex", "dataproc", "dataflow", "tpu", "bigquery", "images", "secrets"
 ]
-SERVICES: dict[str, tuple[str, tuple[Use, ...]]] = {
+APIS: dict[str, tuple[str, tuple[Use, ...]]] = {
     "cloudbuild.googleapis.com": ("Cloud Build", ("images",)),
     "artifactregistry.googleapis.com": ("Artifact Registry", ("images",)),
     "bigquery.googleapis.com": ("BigQuery", ("bigquery",)),
@@ -250,16 +250,6 @@ def _run_check(site: CheckContext, name: str, check: Check) -> list[CloudFinding
     except IngotError as error:
         found.append(unknown_finding(site, name, error))
     return found
-
-
-def call_or_none(call: Callable[..., Any], what: str, **request: Any) -> Any | None:
-    """The answer to a call; None if the object does not exist. Raises as `call_api` does."""
-    try:
-        return call_api(call, what, **request)
-    except WrongInput as error:
-        if getattr(error.__cause__, "code", None) == 404:
-            return None
-        raise
 
 
 def unknown_finding(site: CheckContext, what: str, error: IngotError) -> CloudFinding:

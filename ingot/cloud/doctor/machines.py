@@ -8,8 +8,8 @@ import difflib
 import math
 from collections.abc import Iterator
 
-from ingot.cloud.clients import call_api
-from ingot.cloud.doctor.context import CheckContext, CloudFinding, MachineDemand, call_or_none
+from ingot.cloud.clients import call_api, call_or_none
+from ingot.cloud.doctor.context import CheckContext, CloudFinding, MachineDemand
 from ingot.cloud.machines import accelerator_name, zones_of
 
 _SHARED_CPUS = {"n1", "e2", "f1", "g1"}

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 
 from ingot.base.errors import WrongInput
 from ingot.cloud.clients import call_api
-from ingot.cloud.doctor.context import CALLER, SERVICES, CheckContext, CloudFinding, Use
+from ingot.cloud.doctor.context import APIS, CALLER, CheckContext, CloudFinding, Use
 
 ACCOUNT_ROLES: dict[str, tuple[str, tuple[Use, ...]]] = {
     "roles/bigquery.jobUser": ("BigQuery Job User", ("bigquery",)),
@@ -81,7 +81,7 @@ def services(site: CheckContext) -> Iterator[CloudFinding]:
     """Required services must be enabled; the other common ones are listed as well."""
     listed = [
         name
-        for name, (_, uses) in SERVICES.items()
+        for name, (_, uses) in APIS.items()
         if name not in ("dataflow.googleapis.com", "tpu.googleapis.com") or site.needs.why(uses)
     ]
     answer = call_api(
@@ -94,7 +94,7 @@ def services(site: CheckContext) -> Iterator[CloudFinding]:
     )
     states = {service.name.rpartition("/")[2]: service.state.name for service in answer.services}
     for name in listed:
-        title, uses = SERVICES[name]
+        title, uses = APIS[name]
         why = site.needs.why(uses)
         on = states.get(name) == "ENABLED"
         get = f"gcloud services enable {name} --project={site.project}"

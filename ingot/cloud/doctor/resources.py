@@ -9,12 +9,11 @@ from typing import Any
 
 from ingot.base.errors import Failed, WrongInput
 from ingot.base.remote.service import connect, translate_error
-from ingot.cloud.clients import call_api
+from ingot.cloud.clients import call_api, call_or_none
 from ingot.cloud.doctor.context import (
     CALLER,
     CheckContext,
     CloudFinding,
-    call_or_none,
     unknown_finding,
 )
 from ingot.cloud.images import untagged_name

@@ -10,20 +10,18 @@ from typing import Any
 
 from ingot.base.errors import IngotError, WrongInput
 from ingot.cloud.clients import (
+    AIPLATFORM,
+    DENIED,
+    EXISTS,
     GoogleClients,
     call_api,
-    google_errors,
     google_packages,
+    http_status_of,
+    list_all,
     message_types,
 )
-from ingot.cloud.vertex.jobs import (
-    cancel_operation,
-    http_status_of,
-    running_operations,
-    wait_for_operation,
-)
+from ingot.cloud.vertex.jobs import cancel_operation, running_operations, wait_for_operation
 
-_TYPES = "google.cloud.aiplatform_v1"
 _BY = "X-Vertex-AI-Deployed-Model-Id"
 """Header of a raw answer that names the deployed model that gave it."""
 
@@ -67,15 +65,13 @@ class VertexEndpoint:
 
 def find(google: GoogleClients, display_name: str) -> list[VertexEndpoint]:
     """The endpoints with this display name."""
-    what = f"look for the endpoint {display_name}"
-    with google_errors(what):
-        found = call_api(
-            google.client("endpoints").list_endpoints,
-            what,
-            denied="ask for the role Vertex AI User",
-            request={"parent": google.parent, "filter": f'display_name="{display_name}"'},
-        )
-        return [_endpoint(endpoint) for endpoint in found]
+    found = list_all(
+        google.client("endpoints").list_endpoints,
+        f"look for the endpoint {display_name}",
+        denied=DENIED,
+        request={"parent": google.parent, "filter": f'display_name="{display_name}"'},
+    )
+    return list(map(_endpoint, found))
 
 
 def get(google: GoogleClients, name: str) -> VertexEndpoint:
@@ -87,7 +83,7 @@ def get(google: GoogleClients, name: str) -> VertexEndpoint:
 def create_request(
     google: GoogleClients, endpoint_id: str, display_name: str, labels: Mapping[str, str]
 ) -> Any:
-    types = message_types(_TYPES)
+    types = message_types(AIPLATFORM)
     endpoint = types.Endpoint(display_name=display_name, labels=dict(labels))
     return types.CreateEndpointRequest(
         parent=google.parent, endpoint_id=endpoint_id, endpoint=endpoint
@@ -107,11 +103,11 @@ def create(google: GoogleClients, request: Any) -> str:
             google.client("endpoints").create_endpoint,
             what,
             request=request,
-            denied="ask for the role Vertex AI User",
+            denied=DENIED,
         )
         wait_for_operation(google, "endpoints", begun.operation.name, what, "Endpoint")
     except WrongInput as error:
-        if http_status_of(error) != 409:
+        if http_status_of(error) != EXISTS:
             raise
         wait_until_idle(google, name)
     return name
@@ -127,7 +123,7 @@ def deploy_request(
     resources: EndpointResources,
 ) -> Any:
     """The request that deploys `model` (a version's full name) to an endpoint, without traffic."""
-    types = message_types(_TYPES)
+    types = message_types(AIPLATFORM)
     machine: dict[str, Any] = {"machine_type": resources.machine}
     if resources.accelerator:
         machine |= {
@@ -186,7 +182,7 @@ def set_traffic(
     """Set the traffic split, on condition that the endpoint has not changed since it was
     read (etag).
     """
-    types = message_types(_TYPES)
+    types = message_types(AIPLATFORM)
     changed = types.Endpoint(name=endpoint.name, traffic_split=dict(traffic), etag=endpoint.etag)
     request = types.UpdateEndpointRequest(
         endpoint=changed, update_mask={"paths": ["traffic_split"]}
@@ -241,7 +237,7 @@ def predict(
     """Predictions as plain values, and the id of the deployed model that made them, which depends
     on the traffic split.
     """
-    types, value = message_types(_TYPES), message_types("google.protobuf.struct_pb2").Value
+    types, value = message_types(AIPLATFORM), message_types("google.protobuf.struct_pb2").Value
     request = types.PredictRequest(endpoint=endpoint, parameters=dict(parameters))
     request.instances.extend(
         value(string_value=text) for text in texts

@@ -10,12 +10,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ingot.base.errors import Failed, WrongInput
+from ingot.base.errors import Failed
 from ingot.cloud.clients import (
+    AIPLATFORM,
+    DENIED,
     GoogleClients,
     call_api,
+    call_or_none,
+    create_once,
     google_errors,
     google_packages,
+    list_all,
     message_types,
 )
 
@@ -53,7 +58,7 @@ def wait_for_operation(
             )
     if response is None:
         return None
-    kind = getattr(message_types("google.cloud.aiplatform_v1"), response)
+    kind = getattr(message_types(AIPLATFORM), response)
     raw = kind.pb(kind())
     operation.response.Unpack(raw)
     return kind.wrap(raw)
@@ -64,20 +69,17 @@ def running_operations(google: GoogleClients, service: str, thing: str) -> list[
     not exist.
     """
     client, found, page = google.client(service), [], ""
-    try:
-        while True:
-            answer = call_api(
-                client.list_operations,
-                f"see what is done to {thing}",
-                request={"name": thing, "page_token": page},
-            )
-            found += [operation.name for operation in answer.operations if not operation.done]
-            if not (page := answer.next_page_token):
-                return found
-    except WrongInput as error:
-        if http_status_of(error) == 404:
+    while True:
+        answer = call_or_none(
+            client.list_operations,
+            f"see what is done to {thing}",
+            request={"name": thing, "page_token": page},
+        )
+        if answer is None:
             return []
-        raise
+        found += [operation.name for operation in answer.operations if not operation.done]
+        if not (page := answer.next_page_token):
+            return found
 
 
 def cancel_operation(google: GoogleClients, service: str, name: str) -> None:
@@ -85,15 +87,6 @@ def cancel_operation(google: GoogleClients, service: str, name: str) -> None:
     call_api(google.client(service).cancel_operation, f"give up {name}", request={"name": name})
 
 
-def http_status_of(error: BaseException) -> int | None:
-    """The HTTP status of Google's refusal behind an error raised by `call_api` or `google_errors`;
-    None if there was none.
-    """
-    code = getattr(error.__cause__, "code", None)
-    return int(code) if code is not None else None
-
-
-_TYPES = "google.cloud.aiplatform_v1"
 CUSTOM_JOB_ALIVE = ("QUEUED", "PENDING", "RUNNING", "PAUSED", "UPDATING", "CANCELLING")
 """States of a job that may still run or change, without their prefix."""
 _JOB_PREFIX = "JOB_STATE_"
@@ -122,7 +115,7 @@ def custom_job_request(google: GoogleClients, job: Mapping[str, Any]) -> Any:
     """The request that creates `job`, which is in the format of the REST interface. Raises
     ValueError for an unknown field.
     """
-    types = message_types(_TYPES)
+    types = message_types(AIPLATFORM)
     return types.CreateCustomJobRequest(
         parent=google.parent, custom_job=types.CustomJob.from_json(json.dumps(job))
     )
@@ -143,7 +136,7 @@ def create_custom_job(google: GoogleClients, job: Mapping[str, Any]) -> CustomJo
             google.client("jobs").create_custom_job,
             what,
             again=False,
-            denied="ask for the role Vertex AI User",
+            denied=DENIED,
             request=custom_job_request(google, job),
         )
     )
@@ -151,14 +144,8 @@ def create_custom_job(google: GoogleClients, job: Mapping[str, Any]) -> CustomJo
 
 def get_custom_job(google: GoogleClients, name: str) -> CustomJobStatus | None:
     """The job's status; None if there is no such job: somebody deleted it."""
-    try:
-        return _custom_job_status(
-            call_api(google.client("jobs").get_custom_job, f"look at the job {name}", name=name)
-        )
-    except WrongInput as error:
-        if http_status_of(error) == 404:
-            return None
-        raise
+    found = call_or_none(google.client("jobs").get_custom_job, f"look at the job {name}", name=name)
+    return None if found is None else _custom_job_status(found)
 
 
 def cancel_custom_job(google: GoogleClients, name: str) -> None:
@@ -169,17 +156,12 @@ def cancel_custom_job(google: GoogleClients, name: str) -> None:
 def labelled_custom_jobs(google: GoogleClients, labels: Mapping[str, str]) -> list[CustomJobStatus]:
     """All jobs of project and region with these labels, newest first."""
     wanted = " AND ".join(f'labels.{key}="{value}"' for key, value in labels.items())
-    what = f"look for jobs with {wanted}"
-    with google_errors(what):
-        found = [
-            _custom_job_status(job)
-            for job in call_api(
-                google.client("jobs").list_custom_jobs,
-                what,
-                request={"parent": google.parent, "filter": wanted},
-            )
-        ]
-    return sorted(found, key=lambda job: job.created, reverse=True)
+    found = list_all(
+        google.client("jobs").list_custom_jobs,
+        f"look for jobs with {wanted}",
+        request={"parent": google.parent, "filter": wanted},
+    )
+    return sorted(map(_custom_job_status, found), key=lambda job: job.created, reverse=True)
 
 
 def _custom_job_status(job: Any) -> CustomJobStatus:
@@ -197,8 +179,6 @@ def _custom_job_status(job: Any) -> CustomJobStatus:
 _PIPELINE_PREFIX = "PIPELINE_STATE_"
 PIPELINE_JOB_ALIVE = ("QUEUED", "PENDING", "RUNNING", "PAUSED", "CANCELLING")
 """States of a pipeline job that may still run or change, without their prefix."""
-_DENIED = "ask for the role Vertex AI User"
-_EXISTS = 409
 
 
 @dataclass(frozen=True)
@@ -242,38 +222,28 @@ def create_pipeline_job(google: GoogleClients, id: str, job: Mapping[str, Any]) 
         WrongInput: it is refused.
         Failed: the service failed, or a quota is used up.
     """
-    types = message_types(_TYPES)
+    types = message_types(AIPLATFORM)
     request = types.CreatePipelineJobRequest(
         parent=google.parent,
         pipeline_job=types.PipelineJob.from_json(json.dumps(job)),
         pipeline_job_id=id,
     )
-    try:
-        call_api(
-            google.client("pipelines").create_pipeline_job,
-            f"submit the pipeline {id}",
-            denied=_DENIED,
-            request=request,
-        )
-    except WrongInput as error:
-        if http_status_of(error) != _EXISTS:
-            raise
+    create_once(
+        google.client("pipelines").create_pipeline_job,
+        f"submit the pipeline {id}",
+        denied=DENIED,
+        request=request,
+    )
 
 
 def get_pipeline_job(google: GoogleClients, id: str) -> PipelineJobStatus | None:
     """The pipeline job's status; None if there is no such job."""
-    try:
-        return _pipeline_job_status(
-            call_api(
-                google.client("pipelines").get_pipeline_job,
-                f"look at the pipeline {id}",
-                name=f"{google.parent}/pipelineJobs/{id}",
-            )
-        )
-    except WrongInput as error:
-        if http_status_of(error) == 404:
-            return None
-        raise
+    found = call_or_none(
+        google.client("pipelines").get_pipeline_job,
+        f"look at the pipeline {id}",
+        name=f"{google.parent}/pipelineJobs/{id}",
+    )
+    return None if found is None else _pipeline_job_status(found)
 
 
 def running_pipeline_jobs(
@@ -282,16 +252,13 @@ def running_pipeline_jobs(
     """Ids of the unfinished pipeline jobs with these labels, and these among their parameters."""
     wanted = " AND ".join(f'labels.{key}="{value}"' for key, value in labels.items())
     states = " OR ".join(f'state="{_PIPELINE_PREFIX}{state}"' for state in PIPELINE_JOB_ALIVE)
-    what = "look for pipelines of this run"
-    request = {"parent": google.parent, "filter": f"{wanted} AND ({states})"}
-    with google_errors(what):
-        return [
-            job.name.rpartition("/")[2]
-            for job in call_api(
-                google.client("pipelines").list_pipeline_jobs, what, denied=_DENIED, request=request
-            )
-            if _has_parameters(job, parameters)
-        ]
+    found = list_all(
+        google.client("pipelines").list_pipeline_jobs,
+        "look for pipelines of this run",
+        denied=DENIED,
+        request={"parent": google.parent, "filter": f"{wanted} AND ({states})"},
+    )
+    return [job.name.rpartition("/")[2] for job in found if _has_parameters(job, parameters)]
 
 
 def cancel_pipeline_job(google: GoogleClients, id: str) -> None:
@@ -312,7 +279,11 @@ def put_schedule(
     Raises:
         WrongInput, Failed: as `create_pipeline_job`.
     """
-    types, client, name = message_types(_TYPES), google.client("schedules"), schedule["displayName"]
+    types, client, name = (
+        message_types(AIPLATFORM),
+        google.client("schedules"),
+        schedule["displayName"],
+    )
     found = _schedules(google, name, parameters)
     wanted = types.Schedule.from_json(json.dumps(schedule))
     for other in found[1:]:
@@ -327,7 +298,7 @@ def put_schedule(
             client.create_schedule,
             f"make the schedule {name}",
             again=False,
-            denied=_DENIED,
+            denied=DENIED,
             parent=google.parent,
             schedule=wanted,
         )
@@ -337,7 +308,7 @@ def put_schedule(
         made = call_api(
             client.update_schedule,
             f"change the schedule {name}",
-            denied=_DENIED,
+            denied=DENIED,
             schedule=wanted,
             update_mask=mask,
         )
@@ -346,17 +317,17 @@ def put_schedule(
 
 def _schedules(google: GoogleClients, name: str, parameters: Mapping[str, str]) -> list[Any]:
     """The schedules with this display name and these parameters, oldest first."""
-    what = f"look for the schedule {name}"
-    with google_errors(what):
-        request = {"parent": google.parent, "filter": f'display_name="{name}"'}
-        listed = call_api(
-            google.client("schedules").list_schedules, what, denied=_DENIED, request=request
-        )
-        found = [
-            one
-            for one in listed
-            if _has_parameters(one.create_pipeline_job_request.pipeline_job, parameters)
-        ]
+    listed = list_all(
+        google.client("schedules").list_schedules,
+        f"look for the schedule {name}",
+        denied=DENIED,
+        request={"parent": google.parent, "filter": f'display_name="{name}"'},
+    )
+    found = [
+        one
+        for one in listed
+        if _has_parameters(one.create_pipeline_job_request.pipeline_job, parameters)
+    ]
     return sorted(found, key=lambda one: one.create_time)
 
 

@@ -10,10 +10,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ingot.base.errors import Failed, WrongInput
-from ingot.cloud.clients import GoogleClients, call_api, google_errors, message_types
-from ingot.cloud.vertex.jobs import http_status_of, running_operations, wait_for_operation
+from ingot.cloud.clients import (
+    AIPLATFORM,
+    DENIED,
+    NOT_FOUND,
+    GoogleClients,
+    call_api,
+    http_status_of,
+    list_all,
+    message_types,
+)
+from ingot.cloud.vertex.jobs import running_operations, wait_for_operation
 
-_TYPES = "google.cloud.aiplatform_v1"
 _PAGE = 100
 
 
@@ -62,7 +70,7 @@ def upload_request(
     description: str,
 ) -> Any:
     """The request that creates a version of a model; with `first`, of a new model."""
-    types = message_types(_TYPES)
+    types = message_types(AIPLATFORM)
     spec = types.ModelContainerSpec(
         image_uri=container.image,
         command=container.command,
@@ -101,7 +109,7 @@ def upload(google: GoogleClients, request: Any) -> int:
         what,
         again=False,
         request=request,
-        denied="ask for the role Vertex AI User",
+        denied=DENIED,
     )
     made = wait_for_operation(google, "models", begun.operation.name, what, "UploadModelResponse")
     return int(made.model_version_id)
@@ -121,36 +129,27 @@ def await_upload(google: GoogleClients, operation: str) -> None:
 def versions(google: GoogleClients, model_id: str) -> list[ModelVersion]:
     """All versions of a model, oldest first; none if there is no such model."""
     name = model_name(google, model_id)
-    what = f"list the versions of {name}"
     try:
-        with google_errors(what):
-            found = [
-                _version(model)
-                for model in call_api(
-                    google.client("models").list_model_versions,
-                    what,
-                    request={"name": name, "page_size": _PAGE},
-                )
-            ]
+        found = list_all(
+            google.client("models").list_model_versions,
+            f"list the versions of {name}",
+            request={"name": name, "page_size": _PAGE},
+        )
     except WrongInput as error:
-        if http_status_of(error) == 404:
+        if http_status_of(error) == NOT_FOUND:
             return []
         raise
-    return sorted(found, key=lambda version: version.number)
+    return sorted(map(_version, found), key=lambda version: version.number)
 
 
 def models(google: GoogleClients) -> list[ModelVersion]:
     """The models of project and region, each with its default version."""
-    what = f"list the models of {google.parent}"
-    with google_errors(what):
-        return [
-            _version(model)
-            for model in call_api(
-                google.client("models").list_models,
-                what,
-                request={"parent": google.parent, "page_size": _PAGE},
-            )
-        ]
+    found = list_all(
+        google.client("models").list_models,
+        f"list the models of {google.parent}",
+        request={"parent": google.parent, "page_size": _PAGE},
+    )
+    return list(map(_version, found))
 
 
 def change_aliases(
@@ -172,7 +171,7 @@ def change_aliases(
 
 def update_labels(google: GoogleClients, version: ModelVersion, labels: Mapping[str, str]) -> None:
     """Replace the labels of one version."""
-    types, name = message_types(_TYPES), f"{version.model}@{version.number}"
+    types, name = message_types(AIPLATFORM), f"{version.model}@{version.number}"
     call_api(
         google.client("models").update_model,
         f"label {name}",

@@ -20,17 +20,24 @@ from typing import Any
 from ingot.base.errors import WrongInput
 from ingot.base.progress import say
 from ingot.base.runlog import AppendedLines
-from ingot.cloud.clients import GoogleClients, call_api, google_errors, message_types
+from ingot.cloud.clients import (
+    AIPLATFORM,
+    DENIED,
+    NOT_FOUND,
+    GoogleClients,
+    call_api,
+    create_once,
+    http_status_of,
+    list_all,
+    message_types,
+)
 from ingot.cloud.instances import resource_name
-from ingot.cloud.vertex.jobs import http_status_of
 
 LOOK_S = 30.0
 """Seconds between two checks for new metrics."""
 END_S = 60.0
 """Timeout for the last upload when a run ends."""
 RUN = "train"
-_TYPES = "google.cloud.aiplatform_v1"
-_EXISTS = 409
 
 
 @dataclass
@@ -107,7 +114,7 @@ class TensorboardRun:
                 self._lines.done(lines)
             return sent
         except WrongInput as error:
-            if http_status_of(error) == 404:
+            if http_status_of(error) == NOT_FOUND:
                 raise WrongInput(
                     f"{error} (cloud.tensorboard {self._google.cloud.tensorboard})"
                 ) from error
@@ -134,7 +141,7 @@ class TensorboardRun:
 
     def _known(self) -> dict[str, _Series]:
         """The existing time series; experiment and run are created if they do not exist."""
-        types, client = message_types(_TYPES), self._google.client("tensorboards")
+        types, client = message_types(AIPLATFORM), self._google.client("tensorboards")
         parent, _, id = self._experiment.partition("/experiments/")
         _create_if_missing(
             client.create_tensorboard_experiment,
@@ -152,25 +159,23 @@ class TensorboardRun:
                 tensorboard_run=types.TensorboardRun(display_name=RUN),
             ),
         )
-        what, found = "look at the time series of TensorBoard", {}
-        with google_errors(what):
-            for series in call_api(
-                client.list_tensorboard_time_series,
-                what,
-                again=False,
-                parent=f"{self._experiment}/runs/{RUN}",
-            ):
-                # An empty series reports max_step 0, but its step 0 is still to come.
-                is_empty = not series.metadata.max_wall_time
-                found[series.display_name] = _Series(
-                    series.name, -1 if is_empty else series.metadata.max_step
-                )
-        return found
+        found = list_all(
+            client.list_tensorboard_time_series,
+            "look at the time series of TensorBoard",
+            again=False,
+            parent=f"{self._experiment}/runs/{RUN}",
+        )
+        return {  # an empty series reports max_step 0, but its step 0 is still to come
+            one.display_name: _Series(
+                one.name, one.metadata.max_step if one.metadata.max_wall_time else -1
+            )
+            for one in found
+        }
 
     def _add(self, series: dict[str, _Series], tags: set[str]) -> None:
         if not tags:
             return
-        types, parent = message_types(_TYPES), f"{self._experiment}/runs/{RUN}"
+        types, parent = message_types(AIPLATFORM), f"{self._experiment}/runs/{RUN}"
         wanted = [
             types.CreateTensorboardTimeSeriesRequest(
                 parent=parent,
@@ -194,7 +199,7 @@ class TensorboardRun:
     def _write(
         self, series: Mapping[str, _Series], points: Mapping[str, list[tuple[int, float, float]]]
     ) -> None:
-        types = message_types(_TYPES)
+        types = message_types(AIPLATFORM)
         data = [
             types.TimeSeriesData(
                 tensorboard_time_series_id=series[tag].name.rpartition("/")[2],
@@ -223,18 +228,9 @@ class TensorboardRun:
 
 
 def _create_if_missing(create: Any, request: Any) -> None:
-    """Create a resource unless it exists."""
-    try:
-        call_api(
-            create,
-            "make the experiment in TensorBoard",
-            again=False,
-            denied="ask for the role Vertex AI User",
-            request=request,
-        )
-    except WrongInput as error:
-        if http_status_of(error) != _EXISTS:
-            raise
+    create_once(
+        create, "make the experiment in TensorBoard", again=False, denied=DENIED, request=request
+    )
 
 
 def _points(lines: Iterable[bytes]) -> dict[str, list[tuple[int, float, float]]]:

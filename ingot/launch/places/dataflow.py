@@ -31,7 +31,7 @@ from ingot.base.remote.replica import replica_url
 from ingot.base.runfolder import folder_lock
 from ingot.cloud import data_jobs
 from ingot.cloud.clients import GoogleClients
-from ingot.cloud.instances import label
+from ingot.cloud.instances import label, user_labels
 from ingot.config.recipe import Recipe
 from ingot.launch.handles import find_handle, jobs_folder, store_handle
 from ingot.launch.job import Handle, Job, JobLog, JobState
@@ -42,7 +42,6 @@ from ingot.launch.places.node_commands import (
     START,
     container_command,
     job_labels,
-    user_labels,
 )
 from ingot.launch.rendezvous import EXIT, Rendezvous, SignalsByNote
 
@@ -270,7 +269,7 @@ class DataflowLauncher(SignalsByNote):
             each.partition("=")[::2] for each in self._options.get("labels", "").split(",") if each
         )
         labels = {
-            **user_labels(self._recipe),
+            **user_labels(self._recipe.cloud),
             **own,
             **job_labels(self._recipe, job.name, job.run_folder_url or ""),
             ATTEMPT: job.start_number,

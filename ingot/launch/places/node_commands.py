@@ -18,7 +18,7 @@ import jinja2
 from ingot.base.errors import WrongInput
 from ingot.base.markers import fingerprint
 from ingot.base.progress import duration
-from ingot.cloud.instances import label
+from ingot.cloud.instances import label, user_labels
 from ingot.cloud.machines import accelerators_of, check_machine
 from ingot.config.recipe import Recipe
 from ingot.launch.handles import is_same_work, work_fingerprint
@@ -159,7 +159,7 @@ def job_labels(recipe: Recipe, verb: str, run_folder_url: str) -> dict[str, str]
 def start_labels(recipe: Recipe, job: Job) -> dict[str, str]:
     """The labels of one start: the user's own, the job's, and the number of the start."""
     return {
-        **user_labels(recipe),
+        **user_labels(recipe.cloud),
         **job_labels(recipe, job.name, job.run_folder_url or ""),
         ATTEMPT: job.start_number,
     }
@@ -180,10 +180,6 @@ def other_work(recipe: Recipe, job: Job, id: str, labels: Mapping[str, str]) -> 
         f"{job.name} runs already as {recipe.launch.kind} job {id}, submitted elsewhere with"
         " another recipe or other arguments; wait for it, or cancel it there"
     )
-
-
-def user_labels(recipe: Recipe) -> dict[str, str]:
-    return {label(key): label(value) for key, value in recipe.cloud.labels.items()}
 
 
 def machine_reasons(recipe: Recipe, job: Job) -> list[str]:

@@ -17,13 +17,13 @@ from typing import Any
 from ingot.base.errors import Failed, IngotError, WrongInput
 from ingot.base.progress import duration, say
 from ingot.base.runfolder import folder_lock
-from ingot.cloud.clients import GoogleClients
+from ingot.cloud.clients import GoogleClients, http_status_of
 from ingot.cloud.images import image_of
 from ingot.cloud.instances import resource_name
 from ingot.cloud.machines import accelerators_of, machine_type, vertex_accelerator
 from ingot.cloud.prices import time_limit_s
 from ingot.cloud.vertex import jobs
-from ingot.cloud.vertex.jobs import CustomJobStatus, http_status_of
+from ingot.cloud.vertex.jobs import CustomJobStatus
 from ingot.cloud.vertex.tensorboard import tensorboard_name
 from ingot.config.recipe import Recipe
 from ingot.launch.handles import find_handle, jobs_folder, store_handle

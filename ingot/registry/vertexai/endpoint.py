@@ -7,12 +7,13 @@ from typing import Any
 
 from ingot.base.errors import WrongInput
 from ingot.cloud.clients import GoogleClients
+from ingot.cloud.instances import label
 from ingot.cloud.vertex import endpoints
 from ingot.cloud.vertex.endpoints import DeployedModel, EndpointResources, VertexEndpoint
 from ingot.config.serving import RAW
 from ingot.registry.versions import VertexVersion
 from ingot.registry.vertexai.probe import AnswerCheck
-from ingot.registry.vertexai.resources import label, resource_id
+from ingot.registry.vertexai.resources import resource_id
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +21,10 @@ from ingot.base.remote.lease import lease
 from ingot.base.remote.service import Missing
 from ingot.base.reports import EvaluationReport, parse_report
 from ingot.base.storage import atomic_folder
-from ingot.cloud.clients import GoogleClients
+from ingot.cloud.clients import EXISTS, GoogleClients, http_status_of
+from ingot.cloud.instances import label
 from ingot.cloud.regions import region_mismatch
 from ingot.cloud.vertex import models
-from ingot.cloud.vertex.jobs import http_status_of
 from ingot.cloud.vertex.models import ModelVersion
 from ingot.config.recipe import Recipe
 from ingot.registry.versions import LiveChange, VertexVersion, no_earlier, unknown_version
@@ -44,7 +43,6 @@ from ingot.registry.vertexai.resources import (
     KEY,
     ServingSpec,
     kept_image,
-    label,
     model_key,
     resource_id,
     serving_spec,
@@ -62,6 +60,7 @@ class VertexRegistry:
 
     def __init__(self, recipe: Recipe) -> None:
         self._recipe, self._google = recipe, GoogleClients(recipe.cloud)
+        self._buckets: dict[str, Bucket] = {}
 
     @property
     def place(self) -> str:
@@ -237,13 +236,9 @@ class VertexRegistry:
 
     def _bucket(self, name: str) -> Bucket:
         """The bucket folder of a name, opened once."""
-        return self._buckets.setdefault(
-            name, open_bucket(f"{self._google.bucket}/ingot/models/{name}")
-        )
-
-    @cached_property
-    def _buckets(self) -> dict[str, Bucket]:
-        return {}
+        if name not in self._buckets:
+            self._buckets[name] = open_bucket(f"{self._google.bucket}/ingot/models/{name}")
+        return self._buckets[name]
 
     def _listed(self, name: str) -> list[ModelVersion]:
         """The versions that ingot registered, oldest first; of duplicates only the first."""
@@ -348,7 +343,7 @@ class VertexRegistry:
                 return
             except WrongInput as error:
                 if (
-                    not first or http_status_of(error) != 409
+                    not first or http_status_of(error) != EXISTS
                 ):  # another process created the first version of this name meanwhile
                     raise
 

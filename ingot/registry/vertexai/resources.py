@@ -13,6 +13,7 @@ from ingot.base.markers import fingerprint
 from ingot.base.reports import EvaluationReport
 from ingot.cloud.clients import GoogleClients
 from ingot.cloud.images import image_of
+from ingot.cloud.instances import label
 from ingot.cloud.machines import accelerators_of, check_machine, vertex_accelerator
 from ingot.cloud.vertex.endpoints import EndpointResources
 from ingot.cloud.vertex.models import ServingContainer
@@ -143,18 +144,6 @@ KEY = "ingot-key"
 CONTAINER, ENGINE = "ingot-container", "ingot-engine"
 """The labels of a version with the mark of its container (`ServingSpec.mark`) and its engine."""
 _ID_CHARACTERS = 45
-
-
-def label(text: str) -> str:
-    """`text` as a label value: lower case letters, digits, hyphens and underscores. A value that
-    had to be changed ends in a hash of the text.
-    """
-    plain = re.sub(r"[^a-z0-9_-]", "-", text.lower())
-    return (
-        plain
-        if plain == text and len(plain) <= MAX_CHARACTERS
-        else f"{plain[:_ID_CHARACTERS]}-{fingerprint(text)[:8]}"
-    )
 
 
 def resource_id(name: str) -> str:

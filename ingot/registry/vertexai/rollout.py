@@ -16,10 +16,9 @@ from ingot.base.errors import Failed, IngotError, WrongInput
 from ingot.base.progress import say
 from ingot.base.remote.bucket import open_bucket
 from ingot.base.remote.lease import Lease, lease
-from ingot.cloud.clients import GoogleClients
+from ingot.cloud.clients import EXISTS, GoogleClients, http_status_of
 from ingot.cloud.vertex import endpoints
 from ingot.cloud.vertex.endpoints import VertexEndpoint
-from ingot.cloud.vertex.jobs import http_status_of
 from ingot.registry.vertexai.endpoint import (
     RolloutPlan,
     create_request,
@@ -265,28 +264,24 @@ class _Rollout:
         return endpoint
 
     def _set_traffic(self, traffic: dict[str, int]) -> None:
-        def change() -> bool:
+        def change() -> None:
             endpoint = self._read()
-            if {key: share for key, share in endpoint.traffic.items() if share} == traffic:
-                return True
-            self._held.check()
-            endpoints.set_traffic(self._google, endpoint, traffic)
-            return True
+            if {key: share for key, share in endpoint.traffic.items() if share} != traffic:
+                self._held.check()
+                endpoints.set_traffic(self._google, endpoint, traffic)
 
         _retry(change)
 
     def _undeploy(self, deployed: str) -> None:
-        def change() -> bool:
-            if deployed not in {one.id for one in self._settled().deployed}:
-                return True
-            self._held.check()
-            endpoints.undeploy(self._google, self._name, deployed)
-            return True
+        def change() -> None:
+            if deployed in {one.id for one in self._settled().deployed}:
+                self._held.check()
+                endpoints.undeploy(self._google, self._name, deployed)
 
         _retry(change)
 
 
-def _retry(change: Callable[[], bool]) -> None:
+def _retry(change: Callable[[], None]) -> None:
     """Call `change` again if its answer was lost or the endpoint changed meanwhile; `change` first
     reads whether anything is left to do.
     """
@@ -297,7 +292,7 @@ def _retry(change: Callable[[], bool]) -> None:
         except (Failed, WrongInput) as error:
             is_temporary = (
                 isinstance(error, Failed)
-                or http_status_of(error) in (409, 412)
+                or http_status_of(error) in (EXISTS, 412)
                 or _BUSY in str(error)
             )
             if not (left and is_temporary):
