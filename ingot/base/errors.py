@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NoReturn, TypeVar
 
 T = TypeVar("T")
@@ -63,6 +63,12 @@ class Stopped(IngotError):
     def __reduce__(self) -> tuple[object, ...]:
         """Pickled as it is: made without `__init__`, which asks for more than the message."""
         return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
+
+
+def some_of(items: Sequence[object], most: int = 3, between: str = ", ") -> str:
+    """The first items, and how many more there are."""
+    more = f" and {len(items) - most:,} more" if len(items) > most else ""
+    return between.join(map(str, items[:most])) + more
 
 
 SHOWN = 200

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ingot.base.errors import WrongInput
+from ingot.base.errors import WrongInput, some_of
 from ingot.checkpoints.collective import run_on_all
 from ingot.checkpoints.state import MODEL, allocate_state, copy_back, mismatches, training_tensors
 from ingot.checkpoints.store import CommittedCheckpoint
@@ -45,9 +45,8 @@ def load_checkpoint(
         if optimizer is not None or name.startswith(MODEL)
     }
     if wrong := mismatches(tensors, there, mesh):
-        more = f" and {len(wrong) - 8} more" if len(wrong) > 8 else ""
         raise WrongInput(
-            f"checkpoint {found.folder} does not fit this model: {'; '.join(wrong[:8])}{more};"
+            f"checkpoint {found.folder} does not fit this model: {some_of(wrong, 8, '; ')};"
             f" {otherwise}"
         )
     run_on_all(mesh, lambda: read_tensors(found.folder, stored, tensors), lambda _: None)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from ingot.base.errors import some_of
 from ingot.base.masking import MASK, masked
 from ingot.base.progress import duration
 from ingot.report.chosen import flatten
@@ -44,9 +45,7 @@ class PlanComparison:
         """What is to be known before the two are compared; empty if nothing is."""
         if not self.changed:
             return ""
-        left = len(self.changed) - MOST_NAMED
-        more, named = f" and {left} more" if left > 0 else "", ", ".join(self.changed[:MOST_NAMED])
-        return f"The run has other knobs than the plan: {named}{more}."
+        return f"The run has other knobs than the plan: {some_of(self.changed, MOST_NAMED)}."
 
 
 def beside_plan(view: RunView) -> PlanComparison | None:

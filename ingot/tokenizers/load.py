@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ingot.base.errors import WrongInput
+from ingot.base.errors import WrongInput, some_of
 from ingot.base.hub import ask_tokenizer, fetch_model
 from ingot.base.markers import problems, read_marker
 from ingot.base.runfolder import RunFolder, model_folder
@@ -116,9 +116,8 @@ def _check_added(tokenizer: Tokenizer, config: Mapping[str, Any], where: str) ->
     told += [eos] if (eos := named_tokens(config).get("eos_token")) else []
     lacking = [text for text in dict.fromkeys(told) if tokenizer.token_id(text) is None]
     if lacking:
-        more = f" and {len(lacking) - 3} more" if len(lacking) > 3 else ""
         raise WrongInput(
-            f"{where}: the configuration adds {', '.join(lacking[:3])}{more}, which the vocabulary"
+            f"{where}: the configuration adds {some_of(lacking)}, which the vocabulary"
             " lacks; open it with transformers' AutoTokenizer, save_pretrained() it, and give that"
             " folder"
         )

@@ -15,7 +15,7 @@ from typing import Any
 
 import xxhash
 
-from ingot.base.errors import WrongInput
+from ingot.base.errors import WrongInput, some_of
 from ingot.base.markers import fingerprint
 from ingot.config.models.lineage import model_again, read_lineage
 from ingot.config.models.source import CONFIG, model_config
@@ -178,8 +178,3 @@ def _stored_digests(file: Path) -> Iterator[tuple[str, str]]:
                     raise ValueError(f"{name} ends beyond the file")
                 with memoryview(data) as view, view[begin:end] as part:
                     yield name, xxhash.xxh3_128(part).hexdigest()
-
-
-def some_of(names: list[str]) -> str:
-    """The first three names, and how many more there are."""
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from ingot.base.errors import some_of
 from ingot.base.heartbeat import Heartbeat, Phase
 from ingot.base.progress import duration
 from ingot.config.sections.launch import Launch
@@ -52,9 +53,7 @@ class Hang:
 
 def name_ranks(ranks: Sequence[int]) -> str:
     """Names the ranks in a message, of many the first ones: all of a training may hang."""
-    named, more = ", ".join(map(str, ranks[:NAMED])), len(ranks) - NAMED
-    word = "rank" if len(ranks) == 1 else "ranks"
-    return f"{word} {named}{f' and {more:,} more' if more > 0 else ''}"
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {some_of(ranks, NAMED)}"
 
 
 class HangDetector:

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from ingot.base.errors import WrongInput, differing
+from ingot.base.errors import WrongInput, differing, some_of
 from ingot.base.storage import atomic_folder
 from ingot.config.models.source import ModelKind
 from ingot.models.adapters.fused import (
@@ -336,8 +336,7 @@ def _check(wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, Tensor], f
         if key in found and tuple(found[key].shape) != shape
     ]
     if problems:
-        more = f" and {len(problems) - 8} more" if len(problems) > 8 else ""
         raise WrongInput(
-            f"{file}: weights do not fit this model and {CONFIG}: {'; '.join(problems[:8])}{more};"
+            f"{file}: weights do not fit this model and {CONFIG}: {some_of(problems, 8, '; ')};"
             " give the adapter with its own base"
         )

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ingot.base.errors import WrongInput
+from ingot.base.errors import WrongInput, some_of
 from ingot.base.progress import say
-from ingot.config.models.content import some_of
 from ingot.config.models.source import CONFIG
 from ingot.config.models.types import HFKind
 from ingot.models.hf.config import HFConfig
@@ -229,12 +228,11 @@ def _check(
         if name in shapes and found[stored] != shapes[name]
     ]
     if problems:
-        more = f" and {len(problems) - 8} more" if len(problems) > 8 else ""
         knobs = "model.source, model.config" + (
             " and objective.labels" if model.config.kind == "encoder" else ""
         )
         raise WrongInput(
-            f"{folder}: weights do not fit {CONFIG}: {'; '.join(problems[:8])}{more}; check {knobs}"
+            f"{folder}: weights do not fit {CONFIG}: {some_of(problems, 8, '; ')}; check {knobs}"
         )
     return fresh, unused
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ingot.base.errors import Failed, WrongInput
+from ingot.base.errors import Failed, WrongInput, some_of
 from ingot.base.progress import Progress
 from ingot.config.models.weights import hash_model
 from ingot.config.recipe import Recipe
@@ -271,12 +271,11 @@ def _check_adapter(
         f" {gap.relative:.1e} in norm (bound {most:.1e})"
     )
     if wrong:
-        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         return [
             Check(
                 what,
                 False,
-                f"{', '.join(wrong[:3])}{more} in {folder} are not as trained; {REPAIR}",
+                f"{some_of(wrong)} in {folder} are not as trained; {REPAIR}",
             ),
             *others,
         ]

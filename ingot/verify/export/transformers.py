@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ingot.base.errors import WrongInput
+from ingot.base.errors import WrongInput, some_of
 from ingot.config.models.rotary import overridden
 from ingot.config.models.source import ModelKind, model_config
 from ingot.config.recipe import Recipe
@@ -157,7 +157,7 @@ def open_transformers(
     if wrong:
         raise CannotOpen(
             f"transformers does not find in {folder} what its config.json describes:"
-            f" {'; '.join(wrong[:MAX_NAMED])}{_more(wrong)}"
+            f" {some_of(wrong, MAX_NAMED, '; ')}"
         )
     return TransformersModel(kind, model.eval())
 
@@ -219,10 +219,6 @@ def _transformers() -> Any:
 
 def _one_line(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:300]
-
-
-def _more(wrong: Sequence[str]) -> str:
-    return f" and {len(wrong) - MAX_NAMED} more" if len(wrong) > MAX_NAMED else ""
 
 
 CHAT_TEMPLATE = "chat template"
