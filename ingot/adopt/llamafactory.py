@@ -24,6 +24,7 @@ from ingot.adopt.tuning import (
     source,
 )
 from ingot.base.errors import WrongInput
+from ingot.base.exact_json import as_object
 
 KEYS = TunerKeys(rank="lora_rank", targets="lora_target")
 STAGES = {"pt": "pretrain", "sft": "sft", "dpo": "dpo", "kto": "kto", "rm": "reward"}
@@ -224,12 +225,7 @@ def _dataset_info(folder: Path) -> dict[str, Any]:
         found = json.loads((folder / "dataset_info.json").read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError):
         return {}
-    return _mapping(found)
-
-
-def _mapping(value: Any) -> dict[str, Any]:
-    """The value if it is a mapping, else none."""
-    return value if isinstance(value, dict) else {}
+    return as_object(found)
 
 
 def _text(value: Any) -> str | None:
@@ -247,7 +243,7 @@ def _source(
             draft.note("fill", "dataset", f"dataset_info.json does not have {name}; give its file")
         return {"source": f"{folder}/{name}.json"}
     where = _place(name, info, folder, draft)
-    columns, tags = _mapping(info.get("columns")), _mapping(info.get("tags"))
+    columns, tags = as_object(info.get("columns")), as_object(info.get("tags"))
     split = _text(info.get("split"))
     if kind == "pretrain":
         _left_out(name, info, ("prompt",), (), draft)
@@ -300,7 +296,7 @@ def _left_out(
         why = f": {UNREAD[key]}" if key in UNREAD else ""
         draft.note("lost", key, f"of {name} is not read{why}")
     for part, known in (("columns", columns), ("tags", tags)):
-        for key in sorted(_mapping(info.get(part)).keys() - set(known)):
+        for key in sorted(as_object(info.get(part)).keys() - set(known)):
             draft.note("lost", f"{part}.{key}", f"of {name} is not read")
     if "hf_hub_url" in info and "file_name" in info:
         draft.note("lost", "file_name", f"of {name}: hf_hub_url comes before it there, and here")

@@ -6,6 +6,7 @@ and writes floats otherwise.
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -13,6 +14,20 @@ import orjson
 ROUNDED_FROM = 2.0**63
 CONTAINERS = (dict, list, tuple)
 EXACT = {str, int, bool, type(None)}
+
+
+def as_object(value: Any) -> dict[str, Any]:
+    """The value if it is a JSON object, else an empty one."""
+    return value if isinstance(value, dict) else {}
+
+
+def read_object(path: Path) -> dict[str, Any] | None:
+    """The object in a JSON file; None if there is no such file, or it holds none."""
+    try:
+        value = json.loads(path.read_bytes())
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None
 
 
 def parse_json(text: str) -> Any:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ingot.base.errors import WrongInput
+from ingot.base.exact_json import as_object
 from ingot.base.runfolder import RunFolder
 from ingot.base.runlog import read_lines
 from ingot.config.identity import changes
@@ -58,21 +59,21 @@ def learn(run: RunFolder) -> Lesson:
     """
     plan = _kept_plan(run)
     devices = _devices(run)
-    known, planned = _mapping(plan.get("coefficients")), _planned_step(run, plan)
-    device, place = _device_name(devices), _mapping(plan.get("place"))
+    known, planned = as_object(plan.get("coefficients")), _planned_step(run, plan)
+    device, place = _device_name(devices), as_object(plan.get("place"))
     if (device, devices["world"]) != (known.get("name"), place.get("world")):
         raise WrongInput(
             f"{run.root} ran on {devices['world']} x {device}, and its plan is for"
             f" {place.get('world')} x {known.get('name')}; {KEEP_ANEW}"
         )
     recipe = load_recipe([run.recipe], environ={}, dotenv=None).at("train")
-    if different := changes(_mapping(plan.get("knobs")), recipe.select(RECORDED)):
+    if different := changes(as_object(plan.get("knobs")), recipe.select(RECORDED)):
         raise WrongInput(f"{run.root} has other knobs than its plan: {different[0]}; {KEEP_ANEW}")
     now = _coefficients(devices)
     if now is None or now.basis != known.get("basis"):
         raise WrongInput(f"{device} was calibrated anew since the plan of {run.root}; {KEEP_ANEW}")
     came = _came(run, recipe.train.global_batch)
-    before = _mapping(known.get("learned"))
+    before = as_object(known.get("learned"))
     earlier = float(before["likely"]) if before else 1.0
     factor = came * (earlier / planned.likely)
     correction = Correction(
@@ -97,7 +98,7 @@ def _kept_plan(run: RunFolder) -> dict[str, Any]:
 
 
 def _planned_step(run: RunFolder, plan: Mapping[str, Any]) -> Range:
-    planned = _mapping(_mapping(plan.get("step")).get("total"))
+    planned = as_object(as_object(plan.get("step")).get("total"))
     if not planned:
         raise WrongInput(f"the plan of {run.root} does not tell the seconds of a step; {KEEP_ANEW}")
     return Range.of([planned["low"], planned["likely"], planned["high"]], planned["origin"])
@@ -108,7 +109,7 @@ def _devices(run: RunFolder) -> dict[str, Any]:
     starts = [event for event in read_lines(run.events) if event.get("kind") == "start"]
     if not starts:
         raise WrongInput(f"{run.root} has trained nothing yet; run `ingot train` first")
-    found = [_mapping(event.get("devices")) for event in starts]
+    found = [as_object(event.get("devices")) for event in starts]
     if not all(found):
         raise WrongInput(f"{run.events} does not tell what {run.root} ran on; train it again")
     if any(one != found[0] for one in found):
@@ -164,7 +165,3 @@ def undisturbed(run: RunFolder, global_batch: int) -> Sequence[float]:
         for first, last in zip([0, *steps], steps, strict=False)
         if not any(first < at <= last for at in disturbed)
     ]
-
-
-def _mapping(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}

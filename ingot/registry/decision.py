@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from ingot.base.exact_json import read_object
 from ingot.base.markers import fingerprint
 from ingot.base.reports import EvaluationReport
 from ingot.registry.gate import GateDecision
@@ -40,7 +40,7 @@ def decision_record(
 
 def read_decision(path: Path) -> dict[str, Any] | None:
     """A written decision; None where there is none that this version can read."""
-    value = read_json(path)
+    value = read_object(path)
     if value is None or value.get("schema") != SCHEMA:
         return None
     if not {"decision", "reason", "candidate"} <= value.keys():
@@ -65,14 +65,6 @@ def evaluation_identity(report: EvaluationReport) -> dict[str, str]:
 def measured(report: EvaluationReport, model: Mapping[str, Any]) -> bool:
     """Is `model` (with its hashes) the one that `report` measured?"""
     return model_identity(report).items() <= model.items()
-
-
-def read_json(path: Path) -> dict[str, Any] | None:
-    try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return None
-    return value if isinstance(value, dict) else None
 
 
 def _numbers(report: EvaluationReport) -> str:

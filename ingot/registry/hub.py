@@ -6,7 +6,6 @@ report of this very model.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 from collections.abc import Mapping
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ingot.base.errors import Failed, WrongInput
+from ingot.base.exact_json import read_object
 from ingot.base.hub import HubCommit, push_files
 from ingot.base.masking import keys_hidden
 from ingot.base.reports import EvaluationReport, read_record, read_report
@@ -221,7 +221,7 @@ def _sources(
 ) -> list[DataSource] | None:
     """The sources of the columns that were trained on; None if those are gone."""
     record = read_record(run.steps, "prepare")
-    manifest = keys_hidden(_json(run.columns / "manifest.json"))
+    manifest = keys_hidden(read_object(run.columns / "manifest.json") or {})
     known = (
         record is not None
         and record.parts.get("train") == made.get("data")
@@ -250,18 +250,10 @@ def _sources(
 
 
 def _adapter_base(run: RunFolder) -> str:
-    base = str(_json(run.adapter / ADAPTER_CONFIG).get("base_model_name_or_path", ""))
+    base = str((read_object(run.adapter / ADAPTER_CONFIG) or {}).get("base_model_name_or_path", ""))
     if Path(base).is_absolute() or base.count("/") != 1:
         raise WrongInput(
             f"the adapter's base is the folder {base}, which nobody else has; push the merged"
             " model, without --adapter"
         )
     return base
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}

@@ -19,7 +19,7 @@ from ingot.base.runfolder import RunFolder
 from ingot.base.runlog import record_event
 from ingot.base.storage import write_atomic
 from ingot.config.models.content import check_content, tensor_digests
-from ingot.config.models.lineage import LINEAGE, read_lineage
+from ingot.config.models.lineage import read_lineage
 from ingot.config.models.weights import hash_model
 from ingot.config.recipe import Recipe
 from ingot.registry.decision import (
@@ -30,7 +30,6 @@ from ingot.registry.decision import (
     measured,
     model_identity,
     read_decision,
-    read_json,
 )
 from ingot.registry.gate import decide
 from ingot.registry.local import LocalRegistry
@@ -257,7 +256,7 @@ def expected_live_version(
 
 def local_model_folder(recipe: Recipe, model_hash: str) -> Path | None:
     """The local folder of the model with this hash, if it is the run's; else None."""
-    made = read_json(_evaluated_folder(recipe) / LINEAGE) or {}
+    made = read_lineage(_evaluated_folder(recipe)) or {}
     return _evaluated_folder(recipe) if made.get("model_hash") == model_hash else None
 
 
@@ -300,7 +299,7 @@ def _evaluation_report(recipe: Recipe) -> EvaluationReport:
     in the model folder.
     """
     report = read_report(recipe.folder.reports / EVALUATION)
-    made = read_json(_evaluated_folder(recipe) / LINEAGE) or {}
+    made = read_lineage(_evaluated_folder(recipe)) or {}
     if made.get("model_hash", report.model_hash) != report.model_hash:
         raise _about_another(recipe, report, made["model_hash"])
     return report
@@ -327,7 +326,7 @@ def _about_another(recipe: Recipe, report: EvaluationReport, found: str) -> Wron
 
 def _lineage(recipe: Recipe) -> dict[str, Any]:
     return {
-        **(read_json(_folder(recipe) / LINEAGE) or {}),
+        **(read_lineage(_folder(recipe)) or {}),
         "registered_from": str(_folder(recipe)),
     }
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ingot.base.errors import some_of
+from ingot.base.exact_json import as_object
 from ingot.base.masking import MASK, masked
 from ingot.base.progress import duration
 from ingot.report.chosen import flatten
@@ -63,9 +64,9 @@ def decisions(view: RunView) -> list[str]:
     found = []
     layout = view.decided["parallel"]
     if view.knob("parallel.degrees") == "auto" and layout.get("why"):
-        degrees = _mapping(layout.get("degrees"))
+        degrees = as_object(layout.get("degrees"))
         named = " x ".join(f"{axis} {count}" for axis, count in degrees.items() if count != 1)
-        devices = _mapping(layout.get("devices"))
+        devices = as_object(layout.get("devices"))
         on = f" on {devices.get('world')} x {devices.get('name')}"
         found.append(f"parallel: auto is {named or 'one process'}{on}: {layout['why']}")
     size = view.decided["train.micro_batch"]
@@ -75,7 +76,7 @@ def decisions(view: RunView) -> list[str]:
 
 
 def _figures(view: RunView, plan: Mapping[str, Any]) -> Iterator[PlannedFigure]:
-    run, place = _mapping(plan.get("run")), _mapping(plan.get("place"))
+    run, place = as_object(plan.get("run")), as_object(plan.get("place"))
     memory = _largest(plan.get("memory"))
     on_cpu = place.get("type") == "cpu"
     if memory is not None:
@@ -95,7 +96,7 @@ def _figures(view: RunView, plan: Mapping[str, Any]) -> Iterator[PlannedFigure]:
     each, way = _price(place)
     if each is not None:
         paid = None if wall_s is None else wall_s / 3600 * each
-        money = _range(_mapping(run.get("money")).get(way))
+        money = _range(as_object(run.get("money")).get(way))
         yield _figure(f"US dollars {way}{so_far}", money, paid, "{:,.2f}".format, fair=over)
 
 
@@ -103,13 +104,13 @@ def cost_so_far(view: RunView) -> float | None:
     """US dollars for the hours of the last training, at the price of the plan that was kept; None
     where no price is known.
     """
-    each, _ = _price(_mapping(_mapping(view.plan).get("place")))
+    each, _ = _price(as_object(as_object(view.plan).get("place")))
     return None if each is None or view.goodput is None else view.goodput.wall_s / 3600 * each
 
 
 def _price(place: Mapping[str, Any]) -> tuple[float | None, str]:
     """US dollars an hour for all machines, and how they are paid for."""
-    price = _mapping(place.get("price"))
+    price = as_object(place.get("price"))
     each = price.get("spot" if price.get("uses_spot") else "on_demand")
     way = "spot" if price.get("uses_spot") else "on demand"
     return (float(each) if isinstance(each, int | float) else None), way
@@ -138,13 +139,13 @@ def _figure(
 def _largest(ranks: Any) -> Mapping[str, Any] | None:
     """The peak of the rank that needs most."""
     listed = ranks if isinstance(ranks, list) else []
-    found = [_range(_mapping(rank).get("peak")) for rank in listed]
+    found = [_range(as_object(rank).get("peak")) for rank in listed]
     known = [peak for peak in found if peak is not None]
     return max(known, key=lambda peak: float(peak["likely"]), default=None)
 
 
 def _range(value: Any) -> Mapping[str, Any] | None:
-    found = _mapping(value)
+    found = as_object(value)
     return found if all(is_number(found.get(name)) for name in ("low", "likely", "high")) else None
 
 
@@ -152,7 +153,7 @@ def _changed(view: RunView, plan: Mapping[str, Any]) -> list[str]:
     """Knobs that differ but for secrets, which a run's view does not have: another key opens the
     same address.
     """
-    knobs = flatten(_mapping(plan.get("knobs")))
+    knobs = flatten(as_object(plan.get("knobs")))
     before = {path: masked(value) for path, value in knobs.items()}
     sections = {path.partition(".")[0] for path in before}
     now = {
@@ -163,10 +164,6 @@ def _changed(view: RunView, plan: Mapping[str, Any]) -> list[str]:
     names = dict.fromkeys([*before, *now])
     same = {name for name in names if now.get(name) in (before.get(name), MASK)}
     return [name for name in names if name not in same] if now else []
-
-
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, dict) else {}
 
 
 def _gb(size: float) -> str:

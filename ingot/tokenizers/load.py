@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ingot.base.errors import WrongInput, some_of
+from ingot.base.exact_json import read_object
 from ingot.base.hub import ask_tokenizer, fetch_model
 from ingot.base.markers import problems, read_marker
 from ingot.base.runfolder import RunFolder, model_folder
@@ -104,7 +105,7 @@ def _class_of_model(folder: Path) -> dict[str, str]:
     """The class of a GPT-2 pair of files whose configuration names none, where the model's type
     says that it is another than GPT-2's: such put tokens around a text.
     """
-    kind = _json_or_empty(folder / "config.json").get("model_type")
+    kind = (read_object(folder / "config.json") or {}).get("model_type")
     return {"tokenizer_class": f"a {kind} model"} if kind in FRAMED_PAIRS else {}
 
 
@@ -238,7 +239,7 @@ def _tokens_from_model(folder: Path, tokenizer: Tokenizer) -> dict[str, str]:
     """
     found: dict[str, str] = {}
     for file in ("generation_config.json", "config.json"):
-        values = _json_or_empty(folder / file)
+        values = read_object(folder / file) or {}
         for name in ("eos", "pad"):
             token = values.get(f"{name}_token_id")
             token = token[0] if isinstance(token, list) and token else token
@@ -249,11 +250,3 @@ def _tokens_from_model(folder: Path, tokenizer: Tokenizer) -> dict[str, str]:
             ):
                 found.setdefault(f"{name}_token", text)
     return found
-
-
-def _json_or_empty(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_bytes())
-    except (FileNotFoundError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}

@@ -16,6 +16,7 @@ from typing import Any
 import xxhash
 
 from ingot.base.errors import WrongInput, some_of
+from ingot.base.exact_json import as_object
 from ingot.base.markers import fingerprint
 from ingot.config.models.lineage import model_again, read_lineage
 from ingot.config.models.source import CONFIG, model_config
@@ -139,8 +140,7 @@ def refuse_changed(folder: Path, changed: Mapping[str, list[str]]) -> None:
 
 
 def _record(lineage: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    record = (lineage or {}).get(CONTENT)
-    return record if isinstance(record, dict) else {}
+    return as_object((lineage or {}).get(CONTENT))
 
 
 def _file_digest(file: Path) -> str | None:

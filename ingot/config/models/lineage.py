@@ -5,12 +5,12 @@ begun last in its run folder; and how it is made again.
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ingot.base.environment import ranks
+from ingot.base.exact_json import read_object
 from ingot.base.markers import checkpoint_markers
 from ingot.base.progress import say
 from ingot.base.reports import did_not_end
@@ -21,11 +21,7 @@ LINEAGE = "ingot.json"
 
 def read_lineage(folder: Path) -> dict[str, Any] | None:
     """`ingot.json`: a model's lineage; None in a folder not written by ingot."""
-    try:
-        lineage = json.loads((folder / LINEAGE).read_bytes())
-    except (FileNotFoundError, NotADirectoryError, ValueError):
-        return None
-    return lineage if isinstance(lineage, dict) else None
+    return read_object(folder / LINEAGE)
 
 
 def earlier_model(run: RunFolder) -> str | None:
