@@ -194,9 +194,9 @@ def fsync_tree(folder: str | os.PathLike[str]) -> None:
 
 
 @contextlib.contextmanager
-def atomic_file(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
-    """A stream whose bytes appear under `path` atomically, flushed, if the block ends
-    without error.
+def atomic_file(path: str | os.PathLike[str], *, durable: bool = True) -> Iterator[IO[bytes]]:
+    """A stream whose bytes appear under `path` atomically if the block ends without error, and,
+    unless not `durable`, outlast the machine's crash.
     """
     target = Path(path)
     partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
@@ -205,10 +205,12 @@ def atomic_file(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
         try:
             with partial.open("wb") as stream:
                 yield stream
-                stream.flush()
-                os.fsync(stream.fileno())
+                if durable:
+                    stream.flush()
+                    os.fsync(stream.fileno())
             os.replace(partial, target)
-            fsync_folder(target.parent)
+            if durable:
+                fsync_folder(target.parent)
         finally:
             partial.unlink(missing_ok=True)
 

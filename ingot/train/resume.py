@@ -73,43 +73,34 @@ def find_start(
             another version of ingot wrote its checkpoint.
         Failed: there are checkpoints, and all are damaged.
     """
-    found = None if fresh else newest or newest_valid(run.checkpoints)
-    if found is not None:
-        check_fields(found)
-        before, now, differ = _compared(found, identity, come_to)
-        if all(_may_differ(key, before, now, allow) for key in differ):
-            check_fields(found, reads)
-            if differ:
-                _check_optimizer(run, before, now)
-                changed = "; ".join(changes(before, now))
-                say(f"going on although {changed}, as resume.allow says")
-                on_change(found, changed)
-            set_damaged_aside(found)
-            return found
-        if not found.commit["finished"]:
-            raise _refused(run, found, _with_left_out(identity, found), differ, last)
-        changed = "; ".join(changes(found.commit["identity"], _with_left_out(identity, found)))
-        say(f"the recipe changed since the last training ({changed})")
-    place = None if fresh else place_of(run, identity)
-    if place is None:
-        before_anew()
-        if found is not None or fresh:
-            set_aside(run, identity)
-        return None
-    check_fields(committed(place / "checkpoints")[0], reads)  # before anything is moved
-    set_aside(run, identity)
-    return find_start(  # compared like any other: the newest that is valid may be an older one
-        run,
-        identity,
-        fresh=False,
-        newest=bring_back(run, place),
-        allow=allow,
-        reads=reads,
-        come_to=come_to,
-        on_change=on_change,
-        before_anew=before_anew,
-        last=last,
-    )
+    while True:
+        found = None if fresh else newest or newest_valid(run.checkpoints)
+        if found is not None:
+            check_fields(found)
+            before, now, differ = _compared(found, identity, come_to)
+            if all(_may_differ(key, before, now, allow) for key in differ):
+                check_fields(found, reads)
+                if differ:
+                    _check_optimizer(run, before, now)
+                    changed = "; ".join(changes(before, now))
+                    say(f"going on although {changed}, as resume.allow says")
+                    on_change(found, changed)
+                set_damaged_aside(found)
+                return found
+            if not found.commit["finished"]:
+                raise _refused(run, found, _with_left_out(identity, found), differ, last)
+            changed = "; ".join(changes(found.commit["identity"], _with_left_out(identity, found)))
+            say(f"the recipe changed since the last training ({changed})")
+        place = None if fresh else place_of(run, identity)
+        if place is None:
+            before_anew()
+            if found is not None or fresh:
+                set_aside(run, identity)
+            return None
+        check_fields(committed(place / "checkpoints")[0], reads)  # before anything is moved
+        set_aside(run, identity)
+        # Compared like any other: the newest that is valid may be an older one.
+        newest = bring_back(run, place)
 
 
 def resumable(

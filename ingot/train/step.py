@@ -8,7 +8,6 @@ number of ranks, padding and packing therefore never change the result.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -355,11 +354,7 @@ def accumulate_gradients(
     read = context.masters.read_each
     for index, batch in enumerate(batches):
         _begin_micro_batch(context, step, index, batch)
-        with (
-            last_micro_batch(module, mesh, is_last=index == len(batches) - 1, read=read)
-            if mesh.world > 1
-            else contextlib.nullcontext()
-        ):
+        with last_micro_batch(module, mesh, is_last=index == len(batches) - 1, read=read):
             loss_sum, metrics = forward(module, objective, batch, context.compute, device, sharing)
             loss_sum.backward()
         context.masters.accumulate()

@@ -71,13 +71,14 @@ class RunsFolder:
         """Of each run the stamp of its recipe, and the tokens of a step."""
         self._found: tuple[float, dict[str, None]] | None = None
         """When the runs were looked for, and those that were found."""
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
+        """Also held while columns of `metrics` are copied."""
 
     def names(self) -> list[str]:
         """The runs by their paths under the root, found at most LIVE_S ago; "." where the root is
         a run itself.
         """
-        with self._lock:
+        with self.lock:
             if self._found is None or time.monotonic() - self._found[0] > LIVE_S:
                 found: list[str] = []
                 self._find(self.root, "", DEPTH, found)
@@ -89,7 +90,7 @@ class RunsFolder:
         `within_s` have a row that says so (`pending`); the next call goes on with them.
         """
         until = time.monotonic() + within_s
-        with self._lock:
+        with self.lock:
             stamps = {name: _stamp(self._folder(name)) for name in self.names()}
             for gone in self._rows.keys() - stamps.keys():
                 del self._rows[gone]
@@ -123,13 +124,13 @@ class RunsFolder:
 
     def view(self, name: str) -> RunView:
         """All that is known of a run; raises as `run`."""
-        with self._lock:
+        with self.lock:
             return read_run(self.run(name), metrics=self.metrics(name))
 
     def metrics(self, name: str) -> MetricsFile:
         """A run's metrics, read as far as they go now; raises as `run`."""
         run = self.run(name)
-        with self._lock:
+        with self.lock:
             metrics = self._metrics.pop(name, None) or MetricsFile(run.metrics)
             metrics.refresh()
             self._metrics[name] = metrics
@@ -139,18 +140,13 @@ class RunsFolder:
 
     def tokens_a_step(self, name: str) -> int | None:
         """Tokens of an optimizer step of a run, on average; raises as `run`."""
-        with self._lock:
-            stamp, run = _stamp(self.run(name)), self.run(name)
-            known = self._steps.get(name)
-            if known is None or known[0] != stamp[0]:
+        with self.lock:
+            run, known = self.run(name), self._steps.get(name)
+            stamp = _stamp(run)[0]
+            if known is None or known[0] != stamp:
                 view = read_run(run, metrics=MetricsFile(run.metrics, TAIL_BYTES))
-                known = self._steps[name] = (stamp[0], tokens_of_a_step(view))
+                known = self._steps[name] = (stamp, tokens_of_a_step(view))
             return known[1]
-
-    @property
-    def lock(self) -> threading.RLock:
-        """Held while columns of `metrics` are copied."""
-        return self._lock
 
     def within(self, path: Path) -> bool:
         """Whether a path leads to a place under the root, links followed."""

@@ -311,8 +311,8 @@ FAULTS = [
     Fault(
         "deleted-is-unknown-for-ever",
         "ingot/cloud/vertex/jobs.py",
-        "            return None\n        raise\n\n\ndef cancel_custom_job(",
-        "            raise\n        raise\n\n\ndef cancel_custom_job(",
+        'call_or_none(google.client("jobs").get_custom_job',
+        'call_api(google.client("jobs").get_custom_job',
         "after a job was deleted in the console every command waits for it for ever",
         "tests/launch/places/test_vertex.py",
     ),

@@ -48,15 +48,15 @@ FAULTS = [
     Fault(
         "file-written-over",
         "ingot/base/storage.py",
-        "            os.replace(partial, target)\n            fsync_folder",
-        "            shutil.copyfile(partial, target)\n            fsync_folder",
+        "            os.replace(partial, target)\n            if durable",
+        "            shutil.copyfile(partial, target)\n            if durable",
         "a crash leaves half a file in the place of a good one",
         "tests/base/test_storage.py",
     ),
     Fault(
         "file-named-before-flushed",
         "ingot/base/storage.py",
-        "stream.flush()\n                os.fsync(stream.fileno())",
+        "stream.flush()\n                    os.fsync(stream.fileno())",
         "stream.flush()",
         "a crash of the machine leaves an empty file under a good name",
         "tests/base/test_storage.py",
@@ -64,7 +64,7 @@ FAULTS = [
     Fault(
         "name-not-flushed",
         "ingot/base/storage.py",
-        "os.replace(partial, target)\n            fsync_folder(target.parent)",
+        "os.replace(partial, target)\n            if durable:\n                fsync_folder(target.parent)",
         "os.replace(partial, target)",
         "a crash of the machine takes back a file that was committed",
         "tests/base/test_storage.py",

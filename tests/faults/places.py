@@ -238,8 +238,8 @@ FAULTS = [
     Fault(
         "damaged-stays-in-place",
         "ingot/train/resume.py",
-        "            set_damaged_aside(found)\n            return found",
-        "            return found",
+        "                set_damaged_aside(found)\n                return found",
+        "                return found",
         "a damaged checkpoint counts as kept, and those saved after going on are deleted for it",
         "tests/train/test_resume.py",
     ),

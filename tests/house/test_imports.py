@@ -96,14 +96,12 @@ LAZY_OWNERS = {
     "wandb": {"ingot.base.runlog"},
     "mlflow": {"ingot.base.trackers"},
     "trackio": {"ingot.base.trackers"},
-    "pynvml": {"ingot.models.device"},
     "psutil": {"ingot.base.processes"},
     "fsspec": {"ingot.base.storage"},
     "rich": {"ingot.base.progress"},
     # torch's distributed packages take one to three seconds to import.
     "torch": {
         "ingot.cli.doctor",
-        "ingot.checkpoints.reader",
         "ingot.models.parameters",
         "ingot.parallel.shard",
         "ingot.plan.tracing.stand_ins",
@@ -242,16 +240,23 @@ def test_imports_stand_at_the_top() -> None:
     """But for the command line's lazy verbs, and optional heavy libraries in the one file that owns
     them.
     """
-    wrong = []
+    wrong, unused = (
+        [],
+        {(library, owner) for library in LAZY_OWNERS for owner in LAZY_OWNERS[library]},
+    )
     for module in modules():
         for item in module.imports():
             library = item.module.split(".")[0]
             lazy_verb = module.room == "cli" and library in ("ingot", "rich", "httpx")
-            if item.inside and not lazy_verb and module.name not in LAZY_OWNERS.get(library, set()):
+            if not item.inside or lazy_verb:
+                continue
+            unused.discard((library, module.name))
+            if module.name not in LAZY_OWNERS.get(library, set()):
                 wrong.append(
                     f"{module.where}:{item.line} imports {item.module} inside {item.inside}()"
                 )
     assert not wrong, "\n".join(wrong)
+    assert not unused, f"nothing there is imported inside a function: {unused}"
 
 
 def test_torch_stays_out_of_the_ground_and_the_place_wing() -> None:

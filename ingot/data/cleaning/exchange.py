@@ -11,54 +11,35 @@ reuses them.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import psutil
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from ingot.base.processes import BOOT
 from ingot.base.progress import Progress
-from ingot.base.storage import disk_errors
+from ingot.base.storage import atomic_file
 from ingot.data.cleaning.arrays import Columns, Hashes, Indices
 from ingot.data.engines.engine import Advance, Engine, Stage
 
 TaskFigures = dict[str, Any]
 """The figures that a task reports, as JSON."""
 
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-
 
 def boot_id() -> str:
     """An identifier of this boot of the machine."""
-    return BOOT_ID.read_text().strip()[:8] if BOOT_ID.exists() else str(int(psutil.boot_time()))
-
-
-@contextlib.contextmanager
-def atomic_stream(path: Path) -> Iterator[IO[bytes]]:
-    """A stream whose bytes appear under `path` atomically when the block ends without an error; not
-    fsynced.
-    """
-    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
-    with disk_errors(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with partial.open("wb") as stream:
-                yield stream
-            os.replace(partial, path)
-        finally:
-            partial.unlink(missing_ok=True)
+    return BOOT.read_text().strip()[:8] if BOOT.exists() else str(int(psutil.boot_time()))
 
 
 def write_rows(path: Path, runs: Iterable[Mapping[str, NDArray[Any]]]) -> None:
     """Write columns of equal length; each run becomes a record batch of its own."""
-    with atomic_stream(path) as stream:
+    with atomic_file(path, durable=False) as stream:
         writer = None
         for columns in runs:
             batch = pa.record_batch(
@@ -80,7 +61,7 @@ def read_rows(path: Path) -> list[Columns]:
 
 def write_sets(path: Path, runs: Iterable[tuple[Columns, Hashes, Indices]]) -> None:
     """Write columns whose every row has a set of hashes: (columns, hashes, offsets [rows + 1])."""
-    with atomic_stream(path) as stream:
+    with atomic_file(path, durable=False) as stream:
         writer = None
         for columns, values, offsets in runs:
             sets = pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(values))
@@ -145,7 +126,7 @@ class ResumableStage:
 
         def once(task: Any, advance: Advance) -> TaskFigures:
             told = do(task, advance)
-            with atomic_stream(_done(self.folder, task)) as stream:
+            with atomic_file(_done(self.folder, task), durable=False) as stream:
                 stream.write(json.dumps(told).encode())
             return told
 

@@ -18,13 +18,13 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from ingot.base.storage import atomic_file
 from ingot.config.sections.data import Clean, Contamination
 from ingot.data.cleaning.arrays import Columns, Flags, Hashes, Indices, bucket_of, distinct, firsts
 from ingot.data.cleaning.corpus import Corpus, DocumentBatch, drop_rows
 from ingot.data.cleaning.exchange import (
     HashBucket,
     TaskFigures,
-    atomic_stream,
     files,
     read_rows,
     write_rows,
@@ -128,7 +128,7 @@ class MergeNgrams(ContaminationStage):
     def _merge(self, task: HashBucket, advance: Advance) -> TaskFigures:
         runs = [run for path in files(self.folder, "grams-*.arrow") for run in read_rows(path)]
         count = 0
-        with atomic_stream(self.file) as stream:
+        with atomic_file(self.file, durable=False) as stream:
             for share in range(self.shares):
                 found = distinct(
                     np.concatenate(
