@@ -113,7 +113,9 @@ def _of_file(source: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rows(one: dict[str, Any], key: str, knob: str, draft: Draft) -> dict[str, Any]:
-    """Which rows a source reads, told where they are others than there."""
+    """The split and the share of it that a source reads; notes where they differ from the adopted
+    configuration.
+    """
     split = one.get("split")
     part = part_of(split)
     if (name := part.name) == split:

@@ -104,9 +104,9 @@ class BucketMirror:
             ) from None
 
     def recommit(self, folder: Path) -> None:
-        """Upload the marker of a checkpoint once more that says something else of the same files;
-        called by one rank. One of that step with other files, which another machine wrote while it
-        did not know of this one, is left alone.
+        """Upload the marker of a checkpoint again after its content changed; called by one rank. A
+        marker of the same step that lists other files (from a machine that did not know of this
+        checkpoint) is left alone.
         """
         marker = read_marker(folder, COMMIT)
         if marker is None or not self._is_committed(folder.name):

@@ -41,11 +41,9 @@ if TYPE_CHECKING:
 
 WAIT_INTERVAL_S = 0.5
 LONG_WAIT_S, TIMES_LONGER = 60.0, 2
-"""A wait is told once it takes so long, and so many times the longest before it: large states on a
-slow disk take minutes each time.
-"""
-"""How long training waits for a save before it says so: whoever waits beats, and is no hang, but a
-disk that does not answer ends no save, and no training.
+"""Training reports that it waits for a save after LONG_WAIT_S, and not before TIMES_LONGER times
+the longest wait before: large states on a slow disk take minutes each time. Whoever waits beats, so
+this is no hang, and a disk that does not answer ends neither the save nor training.
 """
 NICE = 10
 """Niceness of the writer thread: training wins where both want the same core."""

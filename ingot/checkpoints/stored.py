@@ -86,7 +86,7 @@ def _chunk(about: _Record, place: _Record) -> StoredChunk:
 
 
 class _Record:
-    """Any object of the index: its pickled state, whatever its class."""
+    """Stands for any class named in the pickled index; keeps only the object's state."""
 
     def __init__(self, *_: object) -> None:
         self._state: Any = {}

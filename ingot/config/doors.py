@@ -270,8 +270,8 @@ def _located(module: str) -> Path | None:
 
 
 def _beside(entry: EntryPoint, folder: Path) -> Iterator[Path]:
-    """What the distribution of an entry point has in `folder`, by its list of files; of one that is
-    installed from where it lies, which lists none of them, by the names of its modules.
+    """The entries directly in `folder` that the distribution of an entry point owns: by its list of
+    files, and by the names of its modules, since an editable installation lists no files.
     """
     if entry.dist is None:
         return

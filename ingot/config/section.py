@@ -36,7 +36,7 @@ class Section(BaseModel):
     """A group of knobs. The docstring under a knob is what `ingot explain` prints.
 
     Every command reads a recipe, so that sections are made cheaply: Pydantic would parse the source
-    of each for its docstrings, which `knob_docs` does when somebody asks, and build a validator
+    of each for its docstrings, which `knob_doc` does when somebody asks, and build a validator
     for each, though most are parts of another's.
     """
 

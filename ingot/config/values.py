@@ -49,7 +49,7 @@ def parse_path(names: Iterable[str]) -> KeyPath:
 
 
 def _instead(path: KeyPath, rest: KeyPath, value: Any) -> str:
-    """How to set what stands as a list as the section that has this knob, where there is one."""
+    """How to replace the list by the section that has this knob; empty if none has it."""
     if dotted((*path, *rest)) not in {knob.path for knob in all_knobs()}:
         return ""
     return f", or the section in its place: `{dotted(path)}={{{dotted(rest)}: {value}}}`"

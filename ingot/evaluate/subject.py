@@ -95,8 +95,8 @@ class EvalModel:
         return self.job or self.mesh
 
     def all_say(self, yes: bool) -> bool:
-        """Whether all ranks say yes that work in step with this one; if none does, whether it says
-        so itself.
+        """Whether every rank that works in step with this one says yes; if there are none, this
+        rank's own answer.
         """
         return not any(self.everyone.agree(float(not yes))) if self.in_step else yes
 

@@ -23,8 +23,8 @@ OVER_TIME = 124
 
 
 class LimitedCommand:
-    """Requests to stop that this process gets are handed on to the command. What ends it for its
-    time ends its process group if this process leads that, as in a session of its own.
+    """Hands requests to stop that this process gets on to the command. At the time limit it ends
+    the whole process group if this process leads it (a session of its own), else the command alone.
     """
 
     def __init__(self, command: Sequence[str], limit_s: float) -> None:

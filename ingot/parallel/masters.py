@@ -236,8 +236,9 @@ def _accumulate(master: Master, grad: Tensor) -> None:
 
 def _first_share(trained: Mapping[str, Tensor], share: float, shared: Collection[str]) -> set[str]:
     """Names of the first parameters that together hold this share of all elements as nearly as
-    possible; the same on all ranks that hold them. Of the ends of a pipeline, each has others
-    beside the `shared` ones, whose gradients they sum: those are among them only where all are.
+    possible; the same on all ranks that hold them. Both ends of a pipeline hold the `shared` ones
+    and sum their gradients, but beside them each holds others: to choose the same on both, the
+    shared ones are left out unless all are chosen.
     """
     sizes = {
         name: parameter.numel()

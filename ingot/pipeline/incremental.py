@@ -227,8 +227,9 @@ def step_inputs(
     stamps: ExternalStamps,
     last: PipelineStepRecord | None = None,
 ) -> dict[str, Any]:
-    """Everything that determines the output of `step`; its fingerprint is `StepRecord.inputs`.
-    `last`, the record of its last run, answers for what cannot be asked now.
+    """Everything that determines the output of `step`; its fingerprint is
+    `PipelineStepRecord.inputs`. `last`, the record of its last run, answers for what cannot be
+    asked now.
     """
     reads: dict[str, Any] = {"verb": step.verb, "knobs": step.knobs(recipe)}
     parts = step.parts(recipe)
@@ -272,8 +273,8 @@ def _data_stands(
 
 
 def _or_as_read(step: PipelineStep, ask: Callable[[], Any], known: Any) -> Any:
-    """What `ask` gives, or, where that cannot be asked now, what was `known` when the step read it:
-    what it made of it is a copy.
+    """The result of `ask`; if the source cannot be asked now, its stamp `known` from the last run,
+    whose output is a copy and still valid.
     """
     try:
         return ask()
@@ -318,8 +319,8 @@ def describe_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str
 
 
 def _stamp_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """What the recipe names since was not watched before, and what it no longer names is not now:
-    nobody knows whether those changed.
+    """A phrase for each source that changed, is new, or is no longer read. Of a new one and of one
+    that is no longer read, nobody knows whether they changed.
     """
     return [
         f"its record says nothing of {name}"

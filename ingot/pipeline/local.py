@@ -164,8 +164,8 @@ def _execute(
 
 
 def _launch_step(step: PipelineStep, recipe: Recipe, arguments: Sequence[str]) -> JobExit:
-    """Run a step where `launch` says if several nodes can share it or it has a job_of of its own;
-    otherwise run it here.
+    """Run a step where `launch` says if several nodes can share it or `pipeline.steps` gives it a
+    `launch` of its own; otherwise run it here.
     """
     supervised, recipe = step.verb == "train", recipe.at(step.verb)
     if recipe.launch.kind != "local" and (step.distributed or step.verb in recipe.pipeline.steps):
@@ -219,7 +219,7 @@ def serve_and_query(recipe: Recipe, arguments: Sequence[str]) -> VerbOutcome:
         up = time.monotonic()
         answer = ask(url, *_serving_request(recipe, name), headers)
         answered = time.monotonic()
-    completion, more = _parse_answer_panel(answer)
+    completion, more = _parse_answer(answer)
     about = {
         "schema": 1,
         "prompt": recipe.first_prompt,
@@ -271,7 +271,7 @@ def _serving_request(recipe: Recipe, name: str) -> tuple[str, dict[str, Any]]:
     return "/v1/completions", {**request, "prompt": recipe.first_prompt}
 
 
-def _parse_answer_panel(answer: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def _parse_answer(answer: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """The text of the server's answer, and additional fields (scores, usage)."""
     if "predictions" in answer:
         prediction = answer["predictions"][0]

@@ -189,8 +189,8 @@ def _choose_local(
 ) -> LocalVersion:
     """The version of the local registry that a request is about.
 
-    Without a number it is the newest, unless its gate kept another one: there a version goes live
-    as it is registered, so that one which never was has been refused.
+    Without a number it is the newest, unless its gate refused it: a local version that passes goes
+    live when it is registered, so one that never was live has been refused.
     """
     if request.back:
         return registry.previous(name)

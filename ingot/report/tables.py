@@ -329,7 +329,7 @@ def _asked_data(view: RunView) -> dict[str, Any]:
 
 
 def _sets(views: Sequence[RunView], name: str) -> set[str]:
-    """What the metric was measured on, by those that have it."""
+    """Fingerprints of the sets that this metric was measured on, over the runs that have it."""
     return {
         view.evaluation.metrics[name].set_fingerprint
         for view in views

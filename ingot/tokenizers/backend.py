@@ -308,8 +308,8 @@ def framing_tokens(reference: tokenizers.Tokenizer) -> tuple[list[int], list[int
 
 
 def _some_text(reference: tokenizers.Tokenizer) -> str:
-    """A text that has ids, so that it is seen what stands on which side of them: "a", or an entry
-    of the vocabulary where there are none for that, as in one of the letters of DNA.
+    """A text with at least one id, so that special tokens before it can be told from those after
+    it: "a", or an entry of the vocabulary if that has none (as in a vocabulary of DNA letters).
     """
 
     def has_ids(text: str) -> bool:

@@ -85,8 +85,8 @@ class CheckpointHook:
 
     def save(self, step: int, *, last: bool = False) -> None:
         """Start saving the state after `step` steps, unless that is already saved; the last one is
-        committed when this returns. One that a signal makes while the one that is due waits takes
-        nothing from that one, which the next attempt makes.
+        committed when this returns. A checkpoint made for a signal does not replace the periodic
+        one: if that one still waits, the next attempt makes it.
         """
         due, self._due = self._due and not self._waits, self._waits
         self.every.restart()

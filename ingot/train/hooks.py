@@ -217,8 +217,8 @@ def _summarized(ranks: Sequence[Sequence[float]]) -> dict[str, float]:
 class EarlyEndHook:
     """Has the last steps logged, too, when training ends early: how many tokens it read and what
     its loss came to is taken from what is logged. So are steps that may turn out to be the last: an
-    attempt that only makes up for their evaluation has nothing to log of them. It comes before the
-    checkpoint, which says that this training is finished.
+    attempt that only makes up for their evaluation has nothing to log of them. Runs before the
+    checkpoint hook, whose commit records that training is finished.
     """
 
     def __init__(

@@ -125,7 +125,7 @@ def test_a_classifiers_answer_is_its_label_and_a_reward_models_its_score(
     scores: dict[str, float], told: str
 ) -> None:
     answer = {"predictions": [{"label": "good", "scores": scores}]}
-    assert ask._parse_answer_panel(answer) == (told, {"scores": scores})
+    assert ask._parse_answer(answer) == (told, {"scores": scores})
 
 
 @pytest.mark.parametrize(("kind", "between"), [("pretrain", ""), ("sft", "\n")])

@@ -150,7 +150,7 @@ class MarkedFolder:
                 )
 
     def commit(self, marker: bytes, *, may_replace: Callable[[bytes], bool]) -> None:
-        """Write the marker. One that stands there is replaced if `may_replace` says so of its
+        """Write the marker; an existing one is replaced only if `may_replace` is true of its
         content.
 
         Raises:

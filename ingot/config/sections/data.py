@@ -16,7 +16,7 @@ from ingot.config.sections.engines import EngineSettings, LocalEngineSettings
 from ingot.config.sections.objective import CHAT_TEMPLATED, PLAIN, Documents
 
 MOST_STEPS = 200
-"""What dropped a document is one byte of it."""
+"""The step that dropped a document is stored in one byte."""
 WITHOUT_SPLITS = ("builtin", "bigquery", "megatron", "wikipedia")
 """The kinds of sources that are read whole."""
 

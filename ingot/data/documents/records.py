@@ -12,7 +12,7 @@ LARGEST_BYTES = 1 << 30
 EMPTY = "empty text"
 """The reason of records that hold nothing, as every second line of some corpora does."""
 FEW = 3
-"""So many that are skipped are named one by one, whatever share they are."""
+"""Up to this many skipped records are named one by one, whatever their share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +37,8 @@ class BadRecord:
     ends_file: bool = False
     """Whether the file is damaged or cut short here, so that the rest of it is not read."""
     stops: bool = False
-    """Whether it tells that the others are read otherwise than they are meant, so that it cannot be
-    left out.
+    """Whether it shows that the other records would be misread too, so that skipping it is not
+    enough.
     """
 
     def __str__(self) -> str:

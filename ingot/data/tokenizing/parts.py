@@ -44,7 +44,7 @@ TRIED_AGAIN, LEAST_TRIED = 200_000, 10_000
 with the reference.
 """
 MANY_RENDERED, RENDERED_SHARE = 1_000, 0.1
-"""It is told that chats were rendered one by one if they are as many, and such a share."""
+"""A note says that chats were rendered one by one if at least this many and this share were."""
 
 
 def tokenise(

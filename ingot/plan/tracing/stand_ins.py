@@ -51,7 +51,7 @@ CAST = "hp_tensor_to_float8_dynamic"
 
 
 class LonelyMesh(Mesh):
-    """A mesh in which every other rank would say what this one says."""
+    """One real rank: collectives answer as if every other rank had contributed the same values."""
 
     def agree(self, *numbers: float) -> list[float]:
         return [number * self.world for number in numbers]

@@ -28,7 +28,7 @@ from ingot.serve.http.middleware import ServerMetrics
 # orchestrator can restart it.
 MAX_FAILURES = 3
 PROBE = Request([0], 1)
-"""What every model can answer: where this fails, too, it is not for what clients sent."""
+"""A request that any model can answer: if it fails too, the clients are not to blame."""
 IDLE_S = 5.0
 """After so long without a request the memory of earlier ones goes back to the system. Between
 requests that follow each other it would be asked for again.
@@ -184,7 +184,7 @@ class ServingEngine:
 
     def submit(self, requests: Sequence[Request]) -> Ticket:
         """Queue requests, all or none; call it in an event loop. They must have passed
-        `Loaded.check`.
+        `LoadedModel.check`.
 
         Raises:
             ApiError: 429 where the queue is full, 400 where so many requests can never fit, 503

@@ -128,7 +128,7 @@ def open_transformers(
     `labels`: the classes of such a head.
 
     Raises:
-        NotOpened: transformers refuses it, or would fill what it does not find there with random
+        CannotOpen: transformers refuses it, or would fill what it does not find there with random
             numbers.
     """
     library = _transformers()
@@ -166,7 +166,7 @@ def open_adapter(base: TransformersModel, adapter: Path) -> TransformersModel | 
     """Open an adapter by PEFT on its base, which is consumed; None if PEFT is not installed.
 
     Raises:
-        NotOpened: PEFT refuses it.
+        CannotOpen: PEFT refuses it.
     """
     try:
         import peft
@@ -186,7 +186,7 @@ def chat_ids(folder: Path, chats: Sequence[Chat]) -> list[list[int]]:
     """The ids of chats by transformers, with the tokenizer and template in `folder`.
 
     Raises:
-        NotOpened: transformers refuses the tokenizer, the template, or a chat.
+        CannotOpen: transformers refuses the tokenizer, the template, or a chat.
     """
     library = _transformers()
     try:
