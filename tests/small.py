@@ -21,29 +21,16 @@ TINY_MODEL = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
+WORDS = (
+    *("ingot", "melts", "copper", "the", "a", "bright", "mould", "cools", "slowly", "and"),
+    *("rings", "true", "für", "naïve"),
+)
 
 
 def write_documents(folder: Path, count: int = 120, seed: int = 0) -> Path:
     """Text files of made-up sentences of very different lengths."""
     generator = random.Random(seed)
-    words = [
-        "ingot",
-        "melts",
-        "copper",
-        "the",
-        "a",
-        "bright",
-        "mould",
-        "cools",
-        "slowly",
-        "and",
-        "rings",
-        "true",
-        "für",
-        "naïve",
-        "金",
-        "🔥",
-    ]
+    words = [*WORDS, "金", "🔥"]
     folder.mkdir(parents=True)
     for number in range(count):
         sentences = (

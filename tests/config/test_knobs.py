@@ -1,8 +1,5 @@
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import yaml
 
@@ -126,16 +123,6 @@ def test_an_unknown_knob_to_explain_names_the_nearest() -> None:
         WrongInput, match=r"no knob is called `train\.stepz`; did you mean `train\.steps`\?"
     ):
         find_knob("train.stepz")
-
-
-def test_the_knobs_load_without_torch() -> None:
-    code = "import sys, ingot.config.load, ingot.config.knobs; print('torch' in sys.modules)"
-    assert (
-        subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=True
-        ).stdout.strip()
-        == "False"
-    )
 
 
 def test_what_is_not_at_its_default_is_the_whole_recipe() -> None:

@@ -15,24 +15,8 @@ from ingot.data.prepare import prepare
 from ingot.tokenizers.load import load_tokenizer
 from tests.evaluate.small_models import place_model, write_lines
 from tests.models.hf import tiny as hub_tiny
-from tests.small import small_recipe
+from tests.small import WORDS, small_recipe
 
-WORDS = [
-    "ingot",
-    "melts",
-    "copper",
-    "the",
-    "a",
-    "bright",
-    "mould",
-    "cools",
-    "slowly",
-    "and",
-    "rings",
-    "true",
-    "für",
-    "naïve",
-]
 LABELS = list(hub_tiny.LABELS)
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "chat": {"kind": "sft"},

@@ -14,24 +14,8 @@ from ingot.config.recipe import Recipe
 from ingot.data.ingest import ingest
 from ingot.data.prepare import prepare
 from ingot.train.trainer import train
-from tests.small import TINY_MODEL, small_recipe, write_documents
+from tests.small import TINY_MODEL, WORDS, small_recipe, write_documents
 
-WORDS = [
-    "ingot",
-    "melts",
-    "copper",
-    "the",
-    "a",
-    "bright",
-    "mould",
-    "cools",
-    "slowly",
-    "and",
-    "rings",
-    "true",
-    "für",
-    "naïve",
-]
 T5 = {
     "model_type": "t5",
     "d_model": 32,

@@ -516,19 +516,6 @@ def test_every_prompt_is_shown_with_what_was_written(run: RunFolder) -> None:
         assert prompt in words
 
 
-def test_the_page_needs_no_torch() -> None:
-    code = (
-        "import sys, ingot.report.page, ingot.report.tables, ingot.registry.verbs; print('torch' in"
-        " sys.modules)"
-    )
-    assert (
-        subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=True
-        ).stdout.strip()
-        == "False"
-    )
-
-
 def test_the_base_model_what_is_simple_and_every_item_stand_beside(run: RunFolder) -> None:
     without = Page(write_page(run))
     assert "the model that training started from" not in without.text
