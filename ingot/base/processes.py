@@ -149,24 +149,31 @@ def without_main_module() -> Iterator[None]:
 def python_with_module(python: str | None, module: str) -> str:
     """The interpreter to use. Raises WrongInput if it cannot be run or lacks the module."""
     chosen = python or sys.executable
-    try:
-        code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
-        found = subprocess.run(
-            [chosen, "-c", code],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=120,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise WrongInput(
-            f"serve.python {chosen} cannot be run"
-            f" ({getattr(error, 'strerror', None) or 'no answer'}); give the interpreter of an"
-            f" environment that has {module}"
-        ) from None
-    if found.returncode:
+    code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
+    if run_python(chosen, code, module).returncode:
         raise WrongInput(
             f"there is no {module} in the environment of {chosen}; set serve.python to the"
             " interpreter of one that has it"
         )
     return chosen
+
+
+def run_python(python: str, code: str, module: str) -> subprocess.CompletedProcess[str]:
+    """What an interpreter whose environment should have `module` answers to `code`. Raises
+    WrongInput if it cannot be run.
+    """
+    try:
+        return subprocess.run(
+            [python, "-c", code],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise WrongInput(
+            f"serve.python {python} cannot be run"
+            f" ({getattr(error, 'strerror', None) or 'no answer'}); give the interpreter of an"
+            f" environment that has {module}"
+        ) from None

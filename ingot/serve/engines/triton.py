@@ -12,7 +12,6 @@ import contextlib
 import json
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ingot.base.errors import WrongInput
-from ingot.base.processes import python_with_module
+from ingot.base.processes import python_with_module, run_python
 from ingot.base.storage import write_atomic
 from ingot.config.sections.deployment import Serve
 from ingot.config.serving import shell, triton_arguments, triton_name, triton_repository
@@ -148,21 +147,7 @@ def find_triton(python: str) -> TritonInstallation:
 
 
 def _find_installation(python: str) -> TritonInstallation | None:
-    try:
-        done = subprocess.run(
-            [python, "-c", _ENVIRONMENT_SCRIPT],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise WrongInput(
-            f"serve.python {python} cannot be run"
-            f" ({getattr(error, 'strerror', None) or 'no answer'}); give the interpreter of an"
-            " environment that has nvidia-pytriton"
-        ) from None
+    done = run_python(python, _ENVIRONMENT_SCRIPT, "nvidia-pytriton")
     if done.returncode == 0:
         packages, libraries, version = json.loads(done.stdout)
         root = Path(packages) / "pytriton" / PROGRAM

@@ -16,12 +16,12 @@ from pydantic import ValidationError
 
 from ingot.base.errors import WrongInput
 from ingot.base.progress import say
+from ingot.config.degrees import AXES
 from ingot.config.recipe import Recipe
 from ingot.config.sections.layout import MemorySettings, Parallel, Recompute
 from ingot.parallel.schedules import ZERO_BUBBLE_SINCE
 from ingot.train.automatic_layout import read_layout
 
-AXES = ("pipeline", "replicate", "shard", "context", "tensor")
 MAX_PROCESSES = 8
 """The most processes of one layout: more would prove nothing more, and each needs memory."""
 

@@ -18,13 +18,13 @@ import torch
 from ingot.base.errors import IngotError, WrongInput, differing
 from ingot.base.progress import Progress, say
 from ingot.base.storage import write_atomic
-from ingot.config.degrees import degrees_of
+from ingot.config.degrees import AXES, degrees_of
 from ingot.config.recipe import Recipe
 from ingot.config.sections.training import SGD, OptimizerSettings
 from ingot.config.shape import batch_plan, check_layout, check_pipeline
 from ingot.data.columns.manifest import prepared_for
 from ingot.models.native.config import DecoderConfig
-from ingot.verify.layout.modes import AXES, Layout, layouts_for, parse_layouts
+from ingot.verify.layout.modes import Layout, layouts_for, parse_layouts
 from ingot.verify.layout.ranks import LayoutProcesses, RankFailed
 from ingot.verify.layout.recipe import BATCH, STEPS, SmallRun, make_small
 from ingot.verify.layout.steps import LayoutDifference, RankResult, compare, train_alone, train_rank
