@@ -273,7 +273,8 @@ def test_both_kinds_of_registry_tell_the_same_story(place: Place, tmp_path: Path
             try:
                 act(registry)
             except IngotError as error:
-                lines.append((type(error).__name__, str(error).replace(registry.place, "PLACE")))
+                told_of = re.sub(r"registry\.(path|kind)=[^\s`]+", "KNOB", str(error))
+                lines.append((type(error).__name__, told_of.replace(registry.place, "PLACE")))
             live = registry.live("words")
             lines.append(
                 (
