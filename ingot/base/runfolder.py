@@ -15,7 +15,7 @@ from pathlib import Path
 from ingot.base.environment import NODE_VARIABLE
 from ingot.base.errors import Failed
 from ingot.base.processes import descends_from
-from ingot.base.storage import disk_errors, lock_file
+from ingot.base.storage import disk_errors, lock_file, make_folder
 
 SET_ASIDE = "earlier"
 """The folder of earlier trainings that were set aside, each in a folder of its own."""
@@ -152,7 +152,7 @@ def folder_lock(folder: Path, name: str = "lock") -> Iterator[None]:
     """
     path = folder / f".{name}"
     with disk_errors(folder):
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         try:

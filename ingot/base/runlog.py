@@ -23,6 +23,7 @@ from ingot.base.storage import (
     disk_errors,
     fsync_folder,
     lock_file,
+    make_folder,
     remove_partials_of,
 )
 
@@ -38,7 +39,7 @@ def append_line(path: Path, value: dict[str, Any]) -> None:
     """
     line = (json.dumps(value, ensure_ascii=False, allow_nan=False) + "\n").encode()
     with disk_errors(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         try:
             # Else another writer's line may be seen half-way, and taken for torn.

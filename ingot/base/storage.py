@@ -193,6 +193,16 @@ def fsync_tree(folder: str | os.PathLike[str]) -> None:
         fsync_folder(here)
 
 
+def make_folder(folder: Path) -> None:
+    """Create a folder and those above it that are missing; their names outlast a crash, as what is
+    committed in them must.
+    """
+    made = [one for one in (folder, *folder.parents) if not one.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for one in reversed(made):
+        fsync_folder(one.parent)
+
+
 @contextlib.contextmanager
 def atomic_file(path: str | os.PathLike[str], *, durable: bool = True) -> Iterator[IO[bytes]]:
     """A stream whose bytes appear under `path` atomically if the block ends without error, and,
@@ -201,7 +211,7 @@ def atomic_file(path: str | os.PathLike[str], *, durable: bool = True) -> Iterat
     target = Path(path)
     partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
     with disk_errors(target):
-        target.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(target.parent)
         try:
             with partial.open("wb") as stream:
                 yield stream
@@ -233,7 +243,7 @@ def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
     target = Path(path)
     partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
     with disk_errors(target):
-        target.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(target.parent)
         remove_partials_of(target)
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()

@@ -82,6 +82,15 @@ def test_a_file_is_on_the_disk_before_it_takes_its_name(tmp_path: Path, calls: l
     assert calls == ["flush file", "rename", "flush folder"]
 
 
+def test_the_folders_that_are_made_for_a_file_are_there_to_stay(
+    tmp_path: Path, calls: list[str]
+) -> None:
+    write_atomic(tmp_path / "runs" / "small" / "file.txt", "new")
+    assert calls == ["flush folder"] * 2 + ["flush file", "rename", "flush folder"]
+    with folder_lock(tmp_path / "others" / "small"):
+        assert calls[5:] == ["flush folder"] * 2
+
+
 def test_a_folder_that_is_replaced_is_never_missing(tmp_path: Path, calls: list[str]) -> None:
     for _ in range(2):
         with atomic_folder(tmp_path / "model") as partial:

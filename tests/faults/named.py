@@ -62,6 +62,14 @@ FAULTS = [
         "tests/base/test_storage.py",
     ),
     Fault(
+        "new-folder-not-flushed",
+        "ingot/base/storage.py",
+        "for one in reversed(made):",
+        "for one in reversed(made[:0]):",
+        "a crash of the machine takes back a run's folder with all that was committed in it",
+        "tests/base/test_storage.py",
+    ),
+    Fault(
         "name-not-flushed",
         "ingot/base/storage.py",
         "os.replace(partial, target)\n            if durable:\n                fsync_folder(target.parent)",
