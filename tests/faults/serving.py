@@ -311,4 +311,12 @@ FAULTS = [
         "connections whose clients read nothing stay open until a server has no more of them",
         "tests/serve/http/test_connection.py",
     ),
+    Fault(
+        "vectors-of-capital-letters",
+        "ingot/serve/native/embedding.py",
+        'get("do_lower_case")',
+        'get("lower_case")',
+        "a model of sentence-transformers that reads in lower case gives other vectors",
+        by="tests/serve/http/test_embeddings.py",
+    ),
 ]

@@ -26,14 +26,25 @@ from ingot.serve.native.causal import CausalModel
 
 Mode = Literal["mean", "cls", "lasttoken", "max"]
 MODULES, PROMPTS = "modules.json", "config_sentence_transformers.json"
+TRANSFORMER = "sentence_*_config.json"
+"""The settings of the model itself; older folders name its architecture."""
 
 
 @dataclass(frozen=True)
 class Pooling:
-    """How a text's hidden states become one vector. `prefix` is put before every text."""
+    """How a text's hidden states become one vector. `prefix` is put before every text; both are
+    read in lower case where `lower` is set.
+    """
 
     mode: Mode = "mean"
     prefix: str = ""
+    lower: bool = False
+
+    def read(self, text: str) -> str:
+        """The text as the model reads it."""
+        text = self.prefix + text
+        # Letter by letter, as tokenizers do it: a capital sigma at the end of a word is no other.
+        return "".join(map(str.lower, text)) if self.lower else text
 
 
 @dataclass(frozen=True)
@@ -58,10 +69,14 @@ def read_pooling(folder: Path) -> Pooling:
     """
     modules = _json(folder / MODULES) or []
     mode: Any = "mean"
+    lower = False
     for module in modules:
         kind = str(module.get("type", "")).rpartition(".")[2]
         if kind not in ("Transformer", "Pooling", "Normalize"):
             raise _unknown(folder, f"a module {kind}")
+        if kind == "Transformer":
+            files = sorted((folder / module.get("path", "")).glob(TRANSFORMER))
+            lower = lower or any((_json(file) or {}).get("do_lower_case") for file in files)
         if kind == "Pooling":
             settings = _json(folder / module.get("path", "") / "config.json") or {}
             if settings.get("include_prompt") is False:
@@ -76,7 +91,7 @@ def read_pooling(folder: Path) -> Pooling:
         raise _unknown(folder, f"pooling by {mode}")
     asked = _json(folder / PROMPTS) or {}
     prefix = (asked.get("prompts") or {}).get(asked.get("default_prompt_name"), "")
-    return Pooling(cast("Mode", mode), str(prefix))
+    return Pooling(cast("Mode", mode), str(prefix), bool(lower))
 
 
 def _unknown(folder: Path, what: str) -> WrongInput:

@@ -182,7 +182,7 @@ class LoadedModel:
 
     def encode_to_embed(self, text: str) -> list[int]:
         """Token ids of a text as the model's own library frames it."""
-        text = self.pooling.prefix + text
+        text = self.pooling.read(text)
         if isinstance(self.model, TextReader):
             return self.tokenizer.encode_framed(self.prefix + text)
         return self.tokenizer.encode_alone(text)

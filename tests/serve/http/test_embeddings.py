@@ -9,6 +9,7 @@ from typing import Any
 import openai
 import pytest
 import torch
+from tokenizers.normalizers import Lowercase
 from torch.nn import functional
 
 from ingot.base.errors import WrongInput
@@ -18,6 +19,7 @@ from ingot.tokenizers.bpe import train_bpe
 from tests import tolerances
 from tests.serve.running import Running, running
 from tests.serve.tiny import TEXT, make_classifier
+from tests.small import copy_of
 
 TEXTS = ["the", "five wizards box quietly in the äußere Straße", "dog fox"]
 
@@ -105,6 +107,18 @@ def test_an_encoder_by_its_own_pooling(bare: Path, mode: str) -> None:
     assert (loaded.kind, loaded.labels, loaded.pooling) == ("encoder", (), Pooling(mode))  # type: ignore[arg-type]
     ids = [loaded.encode_to_embed(text) for text in TEXTS]
     close(embed(loaded.model, ids, [loaded.pooling] * 3), theirs(bare, ids, mode))
+
+
+def test_a_folder_that_reads_in_lower_case_is_read_so(bare: Path, tmp_path: Path) -> None:
+    """As tokenizers lowers a text, which sentence-transformers has do it."""
+    folder = copy_of(bare, tmp_path / "lower")
+    with_pooling(folder, pooling_mode="cls")
+    text = "Copper MELTS, ΟΔΟΣ İ"
+    (folder / "sentence_bert_config.json").write_text('{"do_lower_case": false}')
+    cased = load(folder).encode_to_embed(text)
+    (folder / "sentence_bert_config.json").write_text('{"do_lower_case": true}')
+    loaded, lowered = load(folder), Lowercase().normalize_str(text)
+    assert loaded.encode_to_embed(text) == loaded.tokenizer.encode_alone(lowered) != cased
 
 
 def test_what_a_folder_asks_for_and_nobody_computes_is_refused(bare: Path) -> None:
