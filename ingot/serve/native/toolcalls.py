@@ -192,6 +192,7 @@ class ToolCallParser:
         self._said = False
         self._object = _CallObject()
         self._begun: int | None = None  # the number of the present call, once it is given out
+        self._closing = False  # whether the marker behind a call is still to come
         self._content: list[str] = []
         self._deltas: dict[int, ToolCallDelta] = {}
         self.calls = 0
@@ -245,13 +246,15 @@ class ToolCallParser:
         self._say(before)
         if first == form.opens:
             self._begin(first, after)
-        else:
-            self._buffer = after
+            return True
+        if not self._closing:
+            self._say(first)
+        self._buffer, self._closing = after, False
         return True
 
     def _begin(self, marker: str, rest: str) -> None:
         self._raw, self._buffer, self._state = marker, rest, self._in_head
-        self._begun = None
+        self._begun, self._closing = None, False
 
     def _in_head(self) -> bool:
         """Before the object: spaces, a bracket, a name."""
@@ -291,7 +294,7 @@ class ToolCallParser:
         return True
 
     def _give_call(self, made: _CallObject) -> None:
-        first = self._begun is None
+        first, self._closing = self._begun is None, True
         if first and self._most is not None and self.calls >= self._most:
             return
         if self._begun is None:

@@ -56,7 +56,13 @@ CASES: list[tuple[str, str, Read]] = [
     ),
     ("hermes", "a <tool> < b\n", ("a <tool> < b\n", [])),
     ("hermes", "<tool_call>\nnothing of it", ("<tool_call>\nnothing of it", [])),
-    ("hermes", '<tool_call>{"nam": 1}</tool_call>', ('<tool_call>{"nam": 1}', [])),
+    ("hermes", '<tool_call>{"nam": 1}</tool_call>', None),  # type: ignore[list-item]
+    ("hermes", "It ends with </tool_call>, not so", None),  # type: ignore[list-item]
+    (
+        "hermes",
+        '<tool_call>{"name": "f"}</tool_call> and <tool_call>no</tool_call>',
+        (" and <tool_call>no</tool_call>", [("f", "{}")]),
+    ),
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a', ("", [("f", '{"a')])),
     ("hermes", '<tool_call>{"name": "f"}</tool_call>', ("", [("f", "{}")])),
     ("hermes", '<tool_call>{"name": "f", "arguments": "{}"}', ("", [("f", "{}")])),
