@@ -14,6 +14,7 @@ from ingot.base.progress import say
 from ingot.base.runfolder import RunFolder, model_folder
 from ingot.config.models.lineage import earlier_model
 from ingot.models.native.decoder import Decoder
+from ingot.serve.http.logprobs import text_of
 from ingot.serve.native.model import load
 from ingot.serve.predict import PredictOptions, check_characters, predict_locally
 
@@ -97,8 +98,8 @@ class Model:
             logits = model.logits(model.hidden(tokens, places))[0, :-1].float()  # [T - 1, V]
             found = logits.log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0].tolist()
         return [
-            TokenLogprob(id, self.tokenizer.decode([id]), logprob)
-            for id, logprob in zip(ids, [None, *found], strict=True)
+            TokenLogprob(id, text_of(self.tokenizer, ids[place - 1 : place], id), logprob)
+            for place, (id, logprob) in enumerate(zip(ids, [None, *found], strict=True))
         ]
 
     def _answer(self, prompt: str | Sequence[Message], **options: Any) -> str:

@@ -5,13 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import tokenizers
 
 import ingot
 from ingot.api.curve import LiveCurve
 from ingot.api.run import StepMetrics
+from ingot.config.models.lineage import LINEAGE
 from tests.cli.commands import ingot as command
 from tests.cli.tiny_model import write_model
 from tests.lazy import lazy
+from tests.small import copy_of
 
 torch, transformers = lazy("torch"), lazy("transformers")
 
@@ -44,6 +47,20 @@ def test_logprobs_are_those_of_transformers(model: ingot.Model, folder: Path) ->
         wanted = other(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
     ours = torch.tensor([token.logprob for token in found[1:]])
     torch.testing.assert_close(ours, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_tokens_are_named_as_the_server_names_them(folder: Path, tmp_path: Path) -> None:
+    """SentencePiece drops the space before a word that is decoded alone."""
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+    made.decoder = tokenizers.decoders.Metaspace()
+    learning = tokenizers.trainers.BpeTrainer(vocab_size=200, special_tokens=["<unk>"])
+    made.train_from_iterator(["the mould cools slowly"], learning)
+    place = copy_of(folder, tmp_path / "model")
+    transformers.PreTrainedTokenizerFast(tokenizer_object=made).save_pretrained(place)
+    (place / LINEAGE).unlink()
+    found = ingot.Model(place).logprobs("the mould cools")
+    assert [token.text for token in found] == ["the", " mould", " cools"]
 
 
 @pytest.mark.parametrize(

@@ -105,11 +105,15 @@ class LogprobFormatter:
         return list(spelt) if spelt and shown == _SIGNS.sub(REPLACEMENT, text) else None
 
     def _text(self, token: int) -> str:
-        """The text of a token, also of special ones, with the space that SentencePiece drops at the
-        start of a text.
-        """
-        before = self._tokenizer.decode(self._before, skip_special=False)
-        both = self._tokenizer.decode([*self._before, token], skip_special=False)
-        added = both[len(before) :] if both.startswith(before) else ""
-        # A further byte of a character that is not whole yet adds nothing.
-        return added or self._tokenizer.decode([token], skip_special=False)
+        return text_of(self._tokenizer, self._before, token)
+
+
+def text_of(tokenizer: Tokenizer, before: Sequence[int], token: int) -> str:
+    """The text of a token behind others, also of special ones, with the space that SentencePiece
+    drops at the start of a text.
+    """
+    earlier = tokenizer.decode(before, skip_special=False)
+    both = tokenizer.decode([*before, token], skip_special=False)
+    added = both[len(earlier) :] if both.startswith(earlier) else ""
+    # A further byte of a character that is not whole yet adds nothing.
+    return added or tokenizer.decode([token], skip_special=False)
