@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
+import math
 import os
 import re
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ingot.base.controlgroups import ROOT, own_groups
 from ingot.base.errors import WrongInput
 
 REPLICA_VARIABLE = "REPLICA_OF_RUN"
@@ -31,6 +34,10 @@ RESOLVED_VARIABLE = "RECIPE_IS_RESOLVED"
 variables set is in it, or was overridden by what was typed, and must not be set once more.
 """
 
+CPU_QUOTAS = (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us"))
+"""The files of version 2 and of version 1 of control groups that tell microseconds of processor
+time, and in which period.
+"""
 _SECRET = re.compile(
     r"(^|_)((API|ACCESS|PRIVATE|ACCOUNT|LICENSE|ENCRYPTION|SIGNING|AUTH)_?KEY|SECRET(_KEY)?|TOKEN"
     r"|JWT|PAT|PASSWORD|PASSWD|PASSPHRASE)$",
@@ -81,9 +88,27 @@ def install_command(apt: str, brew: str) -> str:
     return f"brew install {brew}" if sys.platform == "darwin" else f"apt install {apt}"
 
 
-def usable_cores() -> int:
-    """The number of processors that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def usable_cores(root: Path = ROOT) -> int:
+    """The number of processors that this process may use, or whose time its control groups are
+    given. `root` is where their files are.
+    """
+    mine = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
+    quotas = [
+        quota
+        for group in own_groups("cpu", root)
+        for files in CPU_QUOTAS
+        if (quota := _cpu_quota(group, files)) is not None
+    ]
+    return max(1, min([len(mine) or os.cpu_count() or 1, *quotas]))
+
+
+def _cpu_quota(group: Path, files: Sequence[str]) -> int | None:
+    """The processors whose time a control group is given, rounded up; None without a limit."""
+    with contextlib.suppress(OSError, ValueError):
+        quota, period = " ".join((group / file).read_text() for file in files).split()
+        if int(quota) > 0:  # -1 is none in version 1, "max" in version 2
+            return math.ceil(int(quota) / int(period))
+    return None
 
 
 @dataclass(frozen=True)

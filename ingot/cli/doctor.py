@@ -14,14 +14,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 from rich.table import Table
 from rich.text import Text
 
 import ingot
 from ingot.base.console import console
-from ingot.base.environment import install_command
+from ingot.base.environment import install_command, usable_cores
 from ingot.base.errors import EXIT_DONE, EXIT_FAILED
+from ingot.base.hostmemory import host_memory
 from ingot.base.progress import say
 from ingot.base.userfolders import home
 from ingot.cli.installed import (
@@ -192,17 +192,17 @@ def _torch() -> Iterator[MachineFinding]:
         yield MachineFinding(
             "accelerator",
             False,
-            f"{unused_accelerator() or 'none'}; training runs on {os.cpu_count()} CPU cores",
+            f"{unused_accelerator() or 'none'}; training runs on {usable_cores()} CPU cores",
             "a machine with a GPU, for models above some 50 M parameters",
         )
 
 
 def _memory() -> Iterator[MachineFinding]:
-    memory = psutil.virtual_memory()
+    memory = host_memory()
     yield MachineFinding(
         "memory",
-        memory.available >= NEEDED_MEMORY_GB * GB,
-        f"{memory.available / GB:.1f} of {memory.total / GB:.1f} GB free",
+        memory.free >= NEEDED_MEMORY_GB * GB,
+        f"{memory.free / GB:.1f} of {memory.total / GB:.1f} GB free",
         f"close other programs until {NEEDED_MEMORY_GB:g} GB are free",
         needed=True,
     )

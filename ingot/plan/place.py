@@ -11,10 +11,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-import psutil
-
 from ingot.base.environment import usable_cores
 from ingot.base.errors import WrongInput
+from ingot.base.hostmemory import host_memory
 from ingot.cloud.machines import accelerators_of, machine_type
 from ingot.cloud.prices import hourly_price, hourly_price_of_tpu, price_table
 from ingot.config.automatic import StartDevices
@@ -199,7 +198,7 @@ def _price(
 
 
 def _this_machine(recipe: Recipe) -> PlannedPlace:
-    launch, host = recipe.launch, float(psutil.virtual_memory().total)
+    launch, host = recipe.launch, float(host_memory().total)
     found = installed_gpus()
     name, own = found[0] if found else ("CPU", host / launch.processes)
     try:
@@ -268,7 +267,7 @@ def _told_bytes(mib: str) -> float:
     try:
         return float(mib) * 2**20
     except ValueError:  # [N/A]
-        return float(psutil.virtual_memory().total)
+        return float(host_memory().total)
 
 
 def _free(recipe: Recipe) -> float | None:

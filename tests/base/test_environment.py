@@ -1,12 +1,22 @@
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
 import pytest
 
-from ingot.base.environment import Ranks, holds_secret, install_command, ranks, read_dotenv, secret
+from ingot.base.environment import (
+    Ranks,
+    holds_secret,
+    install_command,
+    ranks,
+    read_dotenv,
+    secret,
+    usable_cores,
+)
 from ingot.base.errors import WrongInput
+from tests.base.groups import V2, machine
 
 
 def test_ranks_are_read_from_torchruns_variables() -> None:
@@ -25,6 +35,32 @@ def test_each_system_has_a_tool_of_its_own_to_install_with(
 ) -> None:
     monkeypatch.setattr(sys, "platform", system)
     assert install_command("a", "b").startswith(told)
+
+
+@pytest.mark.parametrize(
+    ("job", "above", "wanted"),
+    [
+        ("max 100000", "max 100000", 8),
+        ("300000 100000", "max 100000", 3),
+        ("250000 100000", "400000 100000", 3),
+        ("400000 100000", "50000 100000", 1),
+        ("1600000 100000", "max 100000", 8),
+    ],
+)
+def test_cores_are_those_whose_time_a_job_is_given(
+    job: str, above: str, wanted: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)), raising=False)
+    files = {"a/job/cpu.max": job, "a/cpu.max": above}
+    assert usable_cores(machine(tmp_path / "v2", "0::/a/job", V2, files)) == wanted
+    quotas = {"a/job": job.replace("max", "-1"), "a": above.replace("max", "-1")}
+    files = {
+        f"cpu/{group}/cpu.cfs_{name}_us": number
+        for group, told in quotas.items()
+        for name, number in zip(("quota", "period"), told.split(), strict=True)
+    }
+    mount = "32 31 0:29 / /sys/fs/cgroup/cpu rw - cgroup cgroup rw,cpu"
+    assert usable_cores(machine(tmp_path / "v1", "1:cpu:/a/job", mount, files)) == wanted
 
 
 def test_a_dotenv_file_is_read_as_people_write_it(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import re
 import sys
 from pathlib import Path
 from unittest import mock
@@ -16,6 +17,7 @@ from ingot.cli.doctor import MachineFinding
 from ingot.cli.installed import installed_version, java, requirements, satisfies
 from ingot.config.load import read_with_origins
 from ingot.config.values import Findings
+from tests.base.groups import real_group, said_inside
 from tests.base.homeless import homeless
 
 
@@ -146,6 +148,15 @@ def refused(folder: Path) -> str:
     found = Findings(values)
     _check_cleaning(recipe, found)
     return "\n".join(found.wrong)
+
+
+def test_the_doctor_tells_what_a_container_may_use() -> None:
+    """In a real group of 1.5 GB, however much the machine has."""
+    with real_group("memory", "memory.max=1500000000 or memory.limit_in_bytes=1500000000") as group:
+        ask = (
+            "from ingot.cli import doctor; [found] = doctor._memory(); print(found.ok, found.found)"
+        )
+        assert re.fullmatch(r"False 1\.\d of 1\.5 GB free", said_inside(group, ask))
 
 
 def test_the_doctor_looks_at_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:

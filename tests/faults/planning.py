@@ -576,7 +576,7 @@ FAULTS = [
     Fault(
         "a-gpu-of-no-size",
         "ingot/plan/place.py",
-        "    except ValueError:  # [N/A]\n        return float(psutil.virtual_memory().total)\n",
+        "    except ValueError:  # [N/A]\n        return float(host_memory().total)\n",
         "    except ValueError:\n        return 0.0\n",
         "nothing fits a GPU that computes in the machine's own memory",
         "tests/plan/test_checks.py",
@@ -587,6 +587,22 @@ FAULTS = [
         '2 if platform.machine() == "x86_64" else 4',
         "2",
         "a plan lets a model fit that takes twice the memory where weights are not packed",
+        "tests/plan/test_checks.py",
+    ),
+    Fault(
+        "no-limit-above-a-group",
+        "ingot/base/controlgroups.py",
+        "for each in (below, *below.parents):",
+        "for each in (below,):",
+        "a training that fits is killed, since the limit stands on the group above its own",
+        "tests/base/test_controlgroups.py",
+    ),
+    Fault(
+        "memory-of-the-host",
+        "ingot/plan/place.py",
+        "recipe.launch, float(host_memory().total)",
+        "recipe.launch, 64e9",
+        "a plan lets a training fit the machine around a container that has less",
         "tests/plan/test_checks.py",
     ),
 ]

@@ -8,12 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
+from ingot.base.hostmemory import HostMemory, host_memory
 from ingot.config.load import read_recipe
 from ingot.config.models.presets import preset
 from ingot.config.recipe import Recipe
+from ingot.plan import place
 from ingot.plan.checks import machines
 from ingot.plan.checks.finding import PlanFinding
 from ingot.plan.checks.machines import (
@@ -28,7 +29,7 @@ from ingot.plan.checks.machines import (
 )
 from ingot.plan.checks.recipe import all_judgements, judge_data, judge_rate, published_rates
 from ingot.plan.data_sample import ColumnLengths, LengthSample
-from ingot.plan.place import installed_gpus
+from ingot.plan.place import installed_gpus, place_of
 from ingot.plan.ranges import Range
 from ingot.plan.storage import ModelSize
 from ingot.plan.unknown import Unknown
@@ -324,8 +325,21 @@ def test_the_gpu_of_a_machine_with_one_memory_is_seen(
     program.write_text("#!/bin/sh\necho 'NVIDIA GB10, [N/A]'; echo 'NVIDIA L4, 23034'\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    host = float(psutil.virtual_memory().total)
+    host = float(host_memory().total)
     assert installed_gpus.__wrapped__() == (("NVIDIA GB10", host), ("NVIDIA L4", 23034 * 2.0**20))
+
+
+def test_what_fits_a_container_is_what_its_limit_leaves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a limit of 1 GB on a machine with more: half for each of two ranks, and all for a server."""
+    for asks in (place, machines):
+        monkeypatch.setattr(asks, "installed_gpus", lambda: ())
+        monkeypatch.setattr(asks, "host_memory", lambda: HostMemory(0, 10**9))
+    here = place_of(small_recipe(tmp_path, launch__processes=2))
+    assert (here.host_bytes, here.device_bytes) == (1e9, Range.exactly(5e8, "measured"))
+    told = judge_server(small_recipe(tmp_path), preset("llama-8b"), ModelSize(10**9, 0))
+    assert "of this machine's 1.0" in told.message
 
 
 def test_what_sampling_needs_beside_the_steps_is_told(tmp_path: Path) -> None:

@@ -8,9 +8,8 @@ import platform
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import psutil
-
 from ingot.base.errors import WrongInput
+from ingot.base.hostmemory import host_memory
 from ingot.base.progress import duration
 from ingot.cloud.machines import accelerators_of, machine_type
 from ingot.cloud.prices import time_limit_s
@@ -318,7 +317,7 @@ def _serving_memory(recipe: Recipe) -> tuple[float | None, str, bool]:
     if recipe.registry.kind != "vertex":
         if gpus := installed_gpus():
             return gpus[0][1], f"this machine's {gpus[0][0]}", True
-        return float(psutil.virtual_memory().total), "this machine", False
+        return float(host_memory().total), "this machine", False
     machine: Machine = recipe.serve.machine
     name, count = accelerators_of(machine)
     if name is not None:

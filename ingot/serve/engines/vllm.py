@@ -15,9 +15,9 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-import psutil
 import torch
 
+from ingot.base.hostmemory import host_memory
 from ingot.base.processes import python_with_module
 from ingot.config.models.content import check_content
 from ingot.config.models.source import model_config
@@ -171,6 +171,4 @@ def prompt_bounds(checked: CheckedFolder, settings: Serve) -> PromptBounds:
 def kv_cache_bytes() -> int:
     """A quarter of the free memory, in quarters of a GiB, at most MAX_CACHE_BYTES."""
     step = 1 << 28
-    return int(
-        max(step, min(MAX_CACHE_BYTES, psutil.virtual_memory().available // 4 // step * step))
-    )
+    return max(step, min(MAX_CACHE_BYTES, host_memory().free // 4 // step * step))

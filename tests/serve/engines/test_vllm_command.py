@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from ingot.base.hostmemory import HostMemory
 from ingot.config.sections.deployment import Serve
 from ingot.models.device import accelerator
 from ingot.models.hf.compressed import Scheme
@@ -44,3 +45,13 @@ def test_vllm_computes_in_float32_where_it_can(
     assert given() == dtype
     assert given(compute="bf16") == "bfloat16"
     assert given(compute="fp32") == "float32"
+
+
+@pytest.mark.parametrize(
+    ("free", "wanted"), [(6 << 30, 6 << 28), (1 << 20, 1 << 28), (1 << 40, 4 << 30)]
+)
+def test_the_cache_of_a_cpu_is_a_quarter_of_what_a_container_has_free(
+    free: int, wanted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm, "host_memory", lambda: HostMemory(0, free))
+    assert vllm.kv_cache_bytes() == wanted
