@@ -4,7 +4,6 @@ they ran on.
 
 from __future__ import annotations
 
-import os
 import platform
 import time
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from rich.table import Table
 
 import ingot
 from benchmarks.turns import Contender, Result, ratio
+from ingot.base.environment import usable_cores
 from ingot.models.device import device_name
 
 
@@ -72,7 +72,7 @@ def machine(threads: int) -> dict[str, Any]:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "device": device_name(device),
-        "cores": os.cpu_count(),
+        "cores": usable_cores(),
         "threads": threads,
         "date": time.strftime("%Y-%m-%d"),
     }

@@ -26,6 +26,7 @@ from benchmarks.comparison import machine
 from benchmarks.environments import PEERS, make_environment
 from benchmarks.peer_cases import CASES, QUICK, Contender, Sizes
 from benchmarks.peer_tasks import task_of
+from ingot.base.environment import usable_cores
 
 RESULTS, ROOT = Path(__file__).parent / "results", Path(__file__).parents[1]
 PEAK, SAME = "peak", 0.02
@@ -329,7 +330,7 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--steps", type=int, default=4, help="steps in a turn")
     parser.add_argument(
-        "--threads", type=int, default=os.cpu_count() or 1, help="threads of each contender"
+        "--threads", type=int, default=usable_cores(), help="threads of each contender"
     )
     parser.add_argument(
         "--profile",

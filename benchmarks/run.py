@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict
@@ -19,6 +18,7 @@ from rich.console import Console
 from benchmarks import data, loader, spine
 from benchmarks.comparison import Comparison, machine, show
 from benchmarks.turns import take_turns
+from ingot.base.environment import usable_cores
 
 RESULTS = Path(__file__).parent / "results"
 KNOWN: dict[str, Callable[[bool, Path], Comparison]] = {
@@ -37,7 +37,7 @@ def main() -> None:
         "--rounds", type=int, default=7, help="turns of each contender; medians are shown"
     )
     parser.add_argument(
-        "--threads", type=int, default=os.cpu_count() or 1, help="threads of each contender"
+        "--threads", type=int, default=usable_cores(), help="threads of each contender"
     )
     parser.add_argument(
         "--quick",

@@ -29,6 +29,7 @@ from benchmarks.comparison import machine
 from benchmarks.data import texts
 from benchmarks.health import tiny_folder
 from benchmarks.servers import Answers, Contender, generate_program, ingot_server, vllm_server
+from ingot.base.environment import usable_cores
 from ingot.tokenizers.load import load_tokenizer
 from ingot.tokenizers.tokenizer import Tokenizer
 
@@ -252,7 +253,7 @@ def main() -> None:
     names = [load.name for load in LOADS]
     parser.add_argument("--loads", nargs="+", default=names, choices=names, metavar="NAME")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of each server")
+    parser.add_argument("--threads", type=int, default=usable_cores(), help="of each server")
     parser.add_argument("--quick", action="store_true", help="tiny sizes: measures nothing")
     parser.add_argument("--write", metavar="NAME", help="keep the figures as results/NAME.json")
     asked = parser.parse_args()

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.rows import Row
+from ingot.base.environment import usable_cores
 
 ROOT = Path(__file__).parents[2]
 DONE = ("measured", "failed", "out of memory", "not run")
@@ -67,7 +68,7 @@ def head(device: str) -> dict[str, Any]:
         **{name: version(name) for name in ("torch", "transformers", "triton", "torchao")},
         "python": sys.version.partition(" ")[0],
         "commit": source_id(),
-        "cores": os.cpu_count(),
+        "cores": usable_cores(),
         "date": time.strftime("%Y-%m-%d %H:%M"),
     }
 

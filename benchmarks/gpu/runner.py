@@ -21,6 +21,7 @@ from typing import Any
 from benchmarks.gpu.process import RowProcess
 from benchmarks.gpu.results import CUT_OFF, ROOT, Results
 from benchmarks.gpu.rows import ROWS, Row
+from ingot.base.environment import usable_cores
 
 RESERVE_S = 5.0
 """Left at the end for writing down and showing."""
@@ -87,7 +88,7 @@ class Runner:
 
     def _at_once(self, rows: Sequence[Row], told: list[str]) -> None:
         """As many as the host has cores for: they share the device."""
-        due, cores = [row for row in rows if self._is_due(row, told)], os.cpu_count() or 1
+        due, cores = [row for row in rows if self._is_due(row, told)], usable_cores()
         workers = max(1, min(len(due), cores // CORES_OF_A_ROW))
         with ThreadPoolExecutor(workers) as pool:
             for _ in pool.map(lambda row: self._do(row, self._process(cores // workers)), due):

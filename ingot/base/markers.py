@@ -18,6 +18,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+from ingot.base.environment import usable_cores
 from ingot.base.errors import WrongInput
 from ingot.base.exact_json import compact_json
 from ingot.base.storage import sha256_file, write_atomic
@@ -111,7 +112,7 @@ def problems(folder: Path, marker: Mapping[str, Any], *, checksums: bool) -> lis
     if not checksums or len(entries) < 2:
         found = [_problem(folder, entry, checksums=checksums) for entry in entries]
     else:
-        with ThreadPoolExecutor(min(len(entries), os.cpu_count() or 1, MAX_READERS)) as readers:
+        with ThreadPoolExecutor(min(len(entries), usable_cores(), MAX_READERS)) as readers:
             found = list(
                 readers.map(lambda entry: _problem(folder, entry, checksums=True), entries)
             )

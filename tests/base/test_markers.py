@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import threading
@@ -122,7 +121,7 @@ def test_files_are_verified_beside_each_other_and_told_in_their_order(
         together.wait()  # never comes back where files are read one after the other
         return hashing(path)
 
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(markers, "usable_cores", lambda: 2)
     monkeypatch.setattr(markers, "sha256_file", met)
     for name in ("1.bin", "4.bin"):
         (tmp_path / name).write_bytes(b"other")

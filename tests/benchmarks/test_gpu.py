@@ -132,7 +132,7 @@ def test_checks_share_the_device_and_speeds_have_it_alone(
         return code
 
     monkeypatch.setattr(runner.RowProcess, "do", slowly)
-    monkeypatch.setattr(runner.os, "cpu_count", lambda: 16)
+    monkeypatch.setattr(runner, "usable_cores", lambda: 16)
     made(tmp_path, script).run(
         rows("ceilings", "attention", "families", "memory", "1B kernels, 8 rows")
     )

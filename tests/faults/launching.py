@@ -532,4 +532,12 @@ FAULTS = [
         "machines are paid to prepare Megatron's columns that lie on this machine alone",
         "tests/launch/test_staging.py",
     ),
+    Fault(
+        "threads-for-the-cores-of-others",
+        "ingot/launch/node/ranks.py",
+        "usable_cores() // job.processes",
+        "(os.cpu_count() or 1) // job.processes",
+        "ranks share out all cores of a node, of which their job may use a few, and are slow",
+        "tests/launch/places/test_local.py",
+    ),
 ]

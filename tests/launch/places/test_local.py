@@ -54,7 +54,8 @@ def test_one_process_is_plain_python_and_several_are_started_by_one() -> None:
 
 
 def test_cores_are_shared_out_unless_the_person_did(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    monkeypatch.setattr("os.cpu_count", lambda: 64)
+    monkeypatch.setattr("ingot.launch.node.ranks.usable_cores", lambda: 8)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert environment(Job("train", (), processes=4)) == {"OMP_NUM_THREADS": "2"}
     assert environment(Job("train", (), processes=16)) == {"OMP_NUM_THREADS": "1"}
