@@ -329,4 +329,12 @@ FAULTS = [
         "a sandbox that the kernel refuses does not say why",
         VERDICTS,
     ),
+    Fault(
+        "sandbox-that-nobody-can-read",
+        "ingot/rewards/sandbox/enclose.py",
+        "    os.umask(0o022)  # nobody",
+        "    # nobody",
+        "no code can be judged on a server where root's files are private, whatever one allows it",
+        "tests/rewards/sandbox/test_escapes.py",
+    ),
 ]

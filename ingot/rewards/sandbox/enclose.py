@@ -58,6 +58,7 @@ def main() -> None:
     """`argv[1]` is the order of `run.py` as JSON, stdin the program. Exits with 1 and a line on
     stderr if the kernel refuses something.
     """
+    os.umask(0o022)  # nobody is to read in the new root folder what root makes there
     order = json.loads(sys.argv[1])
     try:
         _do("prctl", DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)

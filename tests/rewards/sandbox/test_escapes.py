@@ -364,6 +364,17 @@ def test_a_sandbox_with_an_open_door_is_refused(monkeypatch: pytest.MonkeyPatch)
         run.check_sandbox.__wrapped__()
 
 
+def test_a_server_whose_files_are_private_has_the_same_sandbox() -> None:
+    """Its umask would keep the sandbox's own folders from nobody, who runs the code inside."""
+    code = "import os; os.umask(0o077)\n"
+    code += "from ingot.rewards.sandbox.run import check_sandbox\n"
+    code += "check_sandbox(); print('it holds')"
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    assert found.stdout == "it holds\n", found.stderr
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="not root, so that it cannot become another user")
 def test_a_user_without_rights_has_the_same_sandbox() -> None:
     """With the system's own interpreter where the tests' lies in root's home."""
