@@ -15,12 +15,12 @@ from concurrent.futures import (
     wait,
 )
 from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import forkserver
 from multiprocessing.sharedctypes import Synchronized
 from multiprocessing.synchronize import Event
 
 from ingot.base.environment import usable_cores
 from ingot.base.errors import Failed
+from ingot.base.forkserver import start_fork_server
 from ingot.base.processes import without_main_module
 from ingot.base.progress import Progress
 from ingot.data.engines.engine import Result, Stage, Task, open_stage
@@ -42,9 +42,7 @@ class LocalEngine:
         the background.
         """
         if self._workers > 1:
-            multiprocessing.get_context("forkserver").set_forkserver_preload(list(modules))
-            with without_main_module():
-                forkserver.ensure_running()
+            start_fork_server(*modules)
 
     def run(
         self, work: Stage[Task, Result], tasks: Sequence[Task], progress: Progress
@@ -75,11 +73,16 @@ class _Pool:
     """
 
     def __init__(self, workers: int) -> None:
-        # Not forked from this process: a fork copies the locks of Arrow's and tokenizers' threads,
-        # but not the threads.
+        start_fork_server()
         context = multiprocessing.get_context("forkserver")
-        self._advanced, self._stop = context.Value("Q", 0), context.Event()
-        self._pool = ProcessPoolExecutor(workers, context, _start, (self._advanced, self._stop))
+        try:
+            self._advanced, self._stop = context.Value("Q", 0), context.Event()
+            self._pool = ProcessPoolExecutor(workers, context, _start, (self._advanced, self._stop))
+        except OSError as error:
+            raise Failed(
+                f"worker processes get no shared memory ({error.strerror}): /dev/shm must have room"
+                " and be writable (docker: --shm-size); or set data.engine.workers=1"
+            ) from error
 
     def run(
         self, work: Stage[Task, Result], tasks: Sequence[Task], progress: Progress

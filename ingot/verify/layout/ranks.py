@@ -20,7 +20,6 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -30,6 +29,7 @@ import torch
 import torch.distributed as dist
 
 from ingot.base.errors import Failed
+from ingot.base.forkserver import start_fork_server
 from ingot.base.processes import without_main_module
 
 P = ParamSpec("P")
@@ -134,9 +134,8 @@ class LayoutProcesses:
     def _start(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="ingot-ranks-")
         context, port = multiprocessing.get_context("forkserver"), _free_port()
-        context.set_forkserver_preload(list(self._preload))
+        start_fork_server(*self._preload)
         with without_main_module():
-            forkserver.ensure_running()
             for rank in range(self.world):
                 ours, theirs = context.Pipe()
                 process = context.Process(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -93,8 +94,10 @@ def test_an_outcome_carries_the_kind_of_error() -> None:
         result_of(outcomes[1])
 
 
-def test_workers_do_not_run_the_callers_script(tmp_path: Path) -> None:
-    """A script without a main guard would start itself again in every worker."""
+def squares_in_two(
+    tmp_path: Path, *before: str, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a script that has two workers, in a program that `before` starts."""
     script = tmp_path / "script.py"
     script.write_text(
         "print('begun')\n"
@@ -104,13 +107,42 @@ def test_workers_do_not_run_the_callers_script(tmp_path: Path) -> None:
         "with Progress('squares', None, 'MB', quiet=True) as progress:\n"
         "    print([square for square, _ in LocalEngine(2).run(Squares(), [1, 2, 3], progress)])\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(PROJECT)}
-    done = subprocess.run(
-        [sys.executable, str(script)],
+    return subprocess.run(
+        [*before, sys.executable, str(script)],
         capture_output=True,
         text=True,
-        env=environment,
+        env={**os.environ, "PYTHONPATH": str(PROJECT), **variables},
         timeout=60,
         check=False,
     )
+
+
+def test_workers_do_not_run_the_callers_script(tmp_path: Path) -> None:
+    """A script without a main guard would start itself again in every worker."""
+    done = squares_in_two(tmp_path)
     assert done.stdout == "begun\n[1, 4, 9]\n", done.stderr
+
+
+def test_workers_start_where_the_temporary_folder_has_a_long_path(tmp_path: Path) -> None:
+    """As schedulers make one for each job: too long for the name of a socket."""
+    folder = tmp_path / ("scratch-" * 12)
+    folder.mkdir()
+    done = squares_in_two(tmp_path, TMPDIR=str(folder))
+    assert done.stdout == "begun\n[1, 4, 9]\n", done.stderr
+
+
+@pytest.mark.skipif(shutil.which("unshare") is None, reason="Linux mounts for one process alone")
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [("size=4k", "No space left on device"), ("ro", "Read-only file system")],
+)
+def test_workers_without_shared_memory_say_what_they_need(
+    options: str, reason: str, tmp_path: Path
+) -> None:
+    fill = f"mount -t tmpfs -o {options} tmpfs /dev/shm && (head -c 4096 /dev/zero > /dev/shm/a; "
+    done = squares_in_two(tmp_path, "unshare", "-m", "sh", "-c", fill + 'exec "$0" "$1")')
+    if "begun" not in done.stdout:
+        pytest.skip("mounting another /dev/shm needs root")
+    told = done.stderr.splitlines()[-1]
+    assert f"no shared memory ({reason}): /dev/shm must have room and be writable" in told
+    assert told.endswith("or set data.engine.workers=1")
