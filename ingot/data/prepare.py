@@ -96,7 +96,7 @@ def _prepare(recipe: Recipe, raw: RawData, engine: Engine, *, again: bool) -> Ve
     run = recipe.folder
     folder = _being_made(run.columns)
     cleaned = clean(recipe, raw, engine)
-    _tell(cleaned)
+    _tell(recipe, raw, cleaned)
     tokenizer, tokenizer_folder = provide_tokenizer(
         recipe, raw, cleaned, _being_made(run.tokenizer)
     )
@@ -206,8 +206,15 @@ def _being_made(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}.new")
 
 
-def _tell(cleaned: CleaningResult) -> None:
-    """Print what cleaning dropped, and its notes. Raises WrongInput if that is everything."""
+def _tell(recipe: Recipe, raw: RawData, cleaned: CleaningResult) -> None:
+    """Print what cleaning dropped, its notes, and which sources it could not read. Raises
+    WrongInput if it dropped everything.
+    """
+    for source in raw.tokenised if recipe.data.clean.wanted else ():
+        say(
+            f"warning: data.clean does nothing to the {source.documents:,} documents of"
+            f" {source.source}, which are tokens, and compares no other documents with them"
+        )
     report = cleaned.report
     if not report.documents:
         return

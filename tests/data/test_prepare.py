@@ -443,6 +443,7 @@ def test_held_out_copies_of_what_is_trained_on_are_told(
     }
     copies = sum(text in documents["train"] for text in documents["validation"])
     assert 0 < copies < len(documents["validation"])
+    assert "tell little about new ones; data.clean.exact=true keeps one of each" in told
     if most is None:
         assert f"warning: {copies} of {len(documents['validation'])} held-out texts are" in told
     else:

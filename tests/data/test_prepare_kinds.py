@@ -13,6 +13,7 @@ import pytest
 
 import ingot.data.ingest as ingest_module
 from ingot.base.errors import WrongInput
+from ingot.cli.views.datatables import show_data
 from ingot.config.recipe import Recipe
 from ingot.data.batches.rows import IGNORE, open_rows
 from ingot.data.columns.column import Column, ColumnWriter, column_prefix
@@ -253,6 +254,30 @@ def test_existing_columns_are_taken_as_they_are(
     prepare(half)
     dropped = json.loads((half.folder.columns / "manifest.json").read_text())["dropped"]
     assert (0 < dropped["data.fraction"] < 150, dropped["lost"]) == (True, 0)
+
+
+def test_existing_columns_are_not_cleaned_which_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They are tokens. Nobody is told to drop copies among them with a knob that cannot."""
+    texts = [*sentences(40), *sentences(40)]
+    first = recipe(tmp_path / "first", write_jsonl(tmp_path / "a.jsonl", texts))
+    ingest(first)
+    prepare(first)
+    source = columns_of(tmp_path, load_tokenizer(first.folder.tokenizer), texts)
+    given = {"tokenizer__source": str(first.folder.tokenizer), "tokenizer__vocab_size": None}
+    for clean in ({}, {"exact": True}, {"contamination": {}}):
+        small = recipe(tmp_path / "second", source, **given, data__clean=clean)
+        ingest(small)
+        capsys.readouterr()
+        prepare(small)
+        told = capsys.readouterr().err
+        copies = "trained on too, word for word, and tell little about new ones"
+        assert (copies in told, "data.clean.exact" in told) == (True, False)
+        unread = f"data.clean does nothing to the 80 documents of {source}, which are tokens"
+        assert (unread in told) == bool(clean)
+        show_data(str(small.folder.root))
+        assert ("not cleaned, its documents are tokens" in capsys.readouterr().out) == bool(clean)
 
 
 def test_columns_of_a_larger_vocabulary_are_refused(tmp_path: Path) -> None:

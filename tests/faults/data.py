@@ -1388,4 +1388,12 @@ FAULTS = [
         "one text that is not UTF-8 ends the file, and all rows behind it are left out",
         "tests/data/sources/test_tables.py",
     ),
+    Fault(
+        "tokens-silently-not-cleaned",
+        "ingot/data/prepare.py",
+        "for source in raw.tokenised if recipe.data.clean.wanted else ():",
+        "for source in ():",
+        "data.clean does nothing to tokens of others, and prepare reads as if it had",
+        "tests/data/test_prepare_kinds.py",
+    ),
 ]

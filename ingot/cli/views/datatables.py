@@ -19,6 +19,7 @@ from ingot.base.runfolder import RunFolder
 from ingot.cli.console import run_folder
 from ingot.cli.output import print_json
 from ingot.data.cleaning.clean import MARKER
+from ingot.data.cleaning.cleaned import CleaningResult
 from ingot.data.columns.column import Column, column_prefix
 from ingot.data.columns.manifest import (
     LABEL,
@@ -62,6 +63,8 @@ def show_data(*target: str, as_json: bool = False) -> int:
         return 0
     prepared = read_prepared(run.columns)
     _dropped(run, columns["dropped"], out)
+    for name in _not_cleaned(raw, columns):
+        out.print(f"{name}: not cleaned, its documents are tokens", soft_wrap=True)
     out.print(_sources("prepared columns", columns["splits"], ("documents", "tokens", "bytes")))
     out.print(_lengths(run, prepared))
     _rows(run, out)
@@ -101,6 +104,7 @@ def _as_json(run: RunFolder, raw: Mapping[str, Any]) -> dict[str, Any]:
             step: {"documents": count, "examples": steps.get(step, {}).get("examples", [])}
             for step, count in columns["dropped"].items()
         },
+        "not_cleaned": _not_cleaned(raw, columns),
         "lengths": list(_measured(run, prepared)),
         "rows": [read_marker(run.columns, name) for name in markers_of(run.columns)],
         "samples": [
@@ -118,6 +122,14 @@ def _as_json(run: RunFolder, raw: Mapping[str, Any]) -> dict[str, Any]:
 def _cleaning_steps(run: RunFolder) -> dict[str, dict[str, Any]]:
     marker = read_marker(run.data / "clean", MARKER) or {}
     return {step["step"]: step for step in marker.get("report", {}).get("steps", [])}
+
+
+def _not_cleaned(raw: Mapping[str, Any], columns: Mapping[str, Any]) -> list[str]:
+    """The sources that hold tokens, which cleaning left as they are, if it was asked for."""
+    if columns["cleaned"] == CleaningResult.nothing().identity:
+        return []
+    sources = (source for sources in raw["splits"].values() for source in sources)
+    return [source["source"] for source in sources if source.get("kind") == "tokens"]
 
 
 def _sources(

@@ -147,7 +147,7 @@ class CleaningSettings(KindSettings):
 
 class Clean(Section):
     """What `prepare` does to documents, and which it drops, before they are tokenised. Nothing
-    unless asked for.
+    unless asked for, and nothing to those of a `megatron:` source, which are tokens.
     """
 
     normalize: Literal["none", "nfc", "nfkc"] = "none"

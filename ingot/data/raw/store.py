@@ -101,6 +101,16 @@ class RawData:
         )
 
     @property
+    def tokenised(self) -> list[RawSource]:
+        """The sources that hold tokens: cleaning, which compares texts, leaves them as they are."""
+        return [
+            source
+            for sources in self.splits.values()
+            for source in sources
+            if source.kind == "tokens"
+        ]
+
+    @property
     def bytes(self) -> int:
         return sum(source.bytes for sources in self.splits.values() for source in sources)
 

@@ -161,9 +161,12 @@ def _tell_copies(recipe: Recipe, made: Sequence[TokenisedRange]) -> None:
     held_out = sum(one.parts["validation"].documents for one in made if "validation" in one.parts)
     sampled = "" if seen == held_out else "a sample of "
     which = f"{sampled}{seen:,} held-out {PLURALS[recipe.documents]}"
+    # Cleaning reads texts alone, and has done what it can where it was asked to.
+    texts = [one.sample for one in made if one.range.kind != "tokens"]
+    helps = not recipe.data.clean.exact and held_out_copies(texts)[0]
     say(
         f"warning: {copies:,} of {which} are trained on too, word for word, and tell little about"
-        " new ones; data.clean.exact=true keeps one of each"
+        " new ones" + ("; data.clean.exact=true keeps one of each" if helps else "")
     )
 
 
