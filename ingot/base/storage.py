@@ -19,6 +19,7 @@ from pathlib import Path, PurePosixPath
 from typing import IO, Any, cast
 
 from ingot.base.errors import Failed, WrongInput
+from ingot.base.listing import files_below, is_there, names_like
 
 CHUNK_BYTES = 1 << 20
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP)
@@ -66,8 +67,11 @@ def is_file(path: str | os.PathLike[str]) -> bool:
 
 def find_files(pattern: str) -> list[str]:
     """The files that `pattern` (a path, folder or glob) names, each once, sorted; [] if there are
-    none. Folders are walked recursively, those that a glob matches as well. What exists by that
-    very name is no glob, such as a folder `run[1]`.
+    none. Folders are walked recursively, those that a glob matches as well, and those that links
+    lead to. What exists by that very name is no glob, such as a folder `run[1]`.
+
+    Raises:
+        WrongInput: a local folder cannot be listed.
     """
     pattern = pattern.removeprefix("file://")
     if is_remote(pattern):
@@ -75,16 +79,11 @@ def find_files(pattern: str) -> list[str]:
         found = _remote_files(filesystem, root)
         return sorted(filesystem.unstrip_protocol(name) for name in found)
     is_glob = glob.has_magic(pattern) and not os.path.exists(pattern)
-    files: set[str] = set()
     escaped = _literal_start(pattern, os.path.exists)
-    for name in glob.glob(escaped, recursive=True) if is_glob else [pattern]:
-        if os.path.isdir(name):
-            files.update(
-                os.path.join(folder, file) for folder, _, here in os.walk(name) for file in here
-            )
-        elif os.path.exists(name):
-            files.add(name)
-    return sorted(files)
+    names = set(names_like(escaped) if is_glob else [pattern])
+    folders = sorted(filter(os.path.isdir, names))
+    files = {name for name in names.difference(folders) if is_there(name)}
+    return sorted(files.union(files_below(folders)))
 
 
 def is_hidden(file: str, pattern: str) -> bool:

@@ -1396,4 +1396,28 @@ FAULTS = [
         "data.clean does nothing to tokens of others, and prepare reads as if it had",
         "tests/data/test_prepare_kinds.py",
     ),
+    Fault(
+        "unlisted-folder-left-out",
+        "ingot/base/listing.py",
+        "            unlisted(error)\n        return []\n",
+        "            pass\n        return []\n",
+        "a folder of a source that may not be read is left out, and a ninth of the data trained on",
+        "tests/base/test_listing.py",
+    ),
+    Fault(
+        "linked-folder-left-out",
+        "ingot/base/listing.py",
+        "                        links.append(entry.path)\n",
+        "                        pass\n",
+        "a corpus whose parts are links to other disks is trained on without them",
+        "tests/base/test_listing.py",
+    ),
+    Fault(
+        "unlisted-folder-not-sent",
+        "ingot/base/remote/memory.py",
+        "os.walk(root, onerror=unlisted, followlinks=True)",
+        "os.walk(root, followlinks=True)",
+        "of a run folder that may not be read whole the replica lacks a part, and says nothing",
+        "tests/base/test_listing.py",
+    ),
 ]

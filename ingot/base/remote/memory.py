@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ingot.base.listing import unlisted
 from ingot.base.progress import say
 from ingot.base.remote.bucket import crc32c
 from ingot.base.storage import disk_errors, write_atomic
@@ -143,9 +144,12 @@ def exclusive_sync(root: Path) -> Iterator[None]:
 def local_files(root: Path, leave_out: Iterable[str] = ()) -> Iterator[str]:
     """Paths of all files below `root` that are not hidden; links to folders are followed, each
     folder once. `leave_out`: top-level folders.
+
+    Raises:
+        WrongInput: a folder cannot be listed.
     """
     seen = set()
-    for folder, folders, files in os.walk(root, followlinks=True):
+    for folder, folders, files in os.walk(root, onerror=unlisted, followlinks=True):
         about = os.stat(folder)
         if (about.st_dev, about.st_ino) in seen:
             folders.clear()
