@@ -103,6 +103,17 @@ def _boot_session() -> str | None:
         return None
 
 
+def is_alive(process: int) -> bool:
+    """Whether there is a process with that id, of whatever user."""
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):
+        return True
+    return True
+
+
 def start_ticks(pid: int) -> str | None:
     """When a process was started, as the kernel noted it, on Linux in clock ticks since boot:
     changing the clock does not affect it. Distinguishes a reused id from the original. None if it

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ingot.base.environment import NODE_VARIABLE
 from ingot.base.errors import Failed
-from ingot.base.processes import descends_from
+from ingot.base.processes import descends_from, is_alive
 from ingot.base.storage import disk_errors, lock_file, make_folder
 
 SET_ASIDE = "earlier"
@@ -232,8 +232,9 @@ def lock_holder(folder: Path, name: str = "lock") -> int | None:
     path = folder / f".{name}"
     try:
         process, inode = int(path.read_text()), path.stat().st_ino
-        os.kill(process, 0)
-    except (OSError, ValueError, OverflowError):
+    except (OSError, ValueError):
+        return None
+    if not is_alive(process):
         return None
     if not TABLE.exists():
         return process if _is_locked(path) else None

@@ -20,6 +20,7 @@ from typing import IO, Any, cast
 
 from ingot.base.errors import Failed, WrongInput
 from ingot.base.listing import files_below, is_there, names_like
+from ingot.base.processes import is_alive
 
 CHUNK_BYTES = 1 << 20
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP)
@@ -316,21 +317,11 @@ def _remove_partial_files(folder: Path) -> None:
 def _remove_leftovers(leftovers: Iterable[Path]) -> None:
     for left in leftovers:
         process = left.name.rpartition("-")[2]
-        if process.isdecimal() and not _is_alive(int(process)):
+        if process.isdecimal() and not is_alive(int(process)):
             if left.is_dir():
                 shutil.rmtree(left, ignore_errors=True)
             else:
                 left.unlink(missing_ok=True)
-
-
-def _is_alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except (PermissionError, OverflowError):
-        return True
-    return True
 
 
 @contextlib.contextmanager

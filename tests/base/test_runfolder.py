@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from ingot.base.runfolder import (
     lock_holder,
     shared_lock,
 )
+from tests.nobody import as_nobody, open_folder
 
 HOLDER = """
 import sys, time
@@ -68,6 +70,20 @@ def test_a_second_process_is_refused_and_told_who_holds_the_lock_until_that_one_
     assert lock_holder(folder) is None
     with folder_lock(folder):
         pass
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="not root, so that it cannot become another user")
+def test_what_another_user_runs_is_at_work_as_well() -> None:
+    def refused(folder: Path, process: int) -> None:
+        assert lock_holder(folder, RUN_LOCK) == process
+        with pytest.raises(Failed, match=f"in use by process {process}; wait for it"):
+            check_no_other_run(folder)
+
+    with open_folder() as folder:
+        with held_elsewhere(folder, RUN_LOCK) as holder:
+            for ask in (refused, partial(as_nobody, refused)):
+                ask(folder, holder.pid)
+        as_nobody(check_no_other_run, folder)
 
 
 def test_beside_a_run_goes_only_what_it_started(

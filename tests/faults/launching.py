@@ -540,4 +540,12 @@ FAULTS = [
         "ranks share out all cores of a node, of which their job may use a few, and are slow",
         "tests/launch/places/test_local.py",
     ),
+    Fault(
+        "another-users-run-is-dead",
+        "ingot/base/processes.py",
+        "    except (PermissionError, OverflowError):\n        return True\n",
+        "    except (PermissionError, OverflowError):\n        return False\n",
+        "a training of another user counts as killed while it runs, and a second one is let in",
+        "tests/base/test_runfolder.py",
+    ),
 ]
