@@ -92,7 +92,7 @@ class HeartbeatWriter:
         path = heartbeat_file(folder)
         with disk_errors(path):
             folder.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
             try:
                 # Each rank extends the file to its own slot; none ever shortens it. A byte is
                 # written rather than the size set: storing through the map to unallocated space on

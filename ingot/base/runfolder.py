@@ -153,7 +153,7 @@ def folder_lock(folder: Path, name: str = "lock") -> Iterator[None]:
     path = folder / f".{name}"
     with disk_errors(folder):
         make_folder(folder)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         try:
             _lock_or_try_again(descriptor, path)
@@ -190,7 +190,7 @@ def shared_lock(folder: Path, name: str, when_alone: Callable[[], None]) -> Iter
     locks.
     """
     with disk_errors(folder):
-        descriptor = os.open(folder / f".{name}", os.O_RDWR | os.O_CREAT, 0o644)
+        descriptor = os.open(folder / f".{name}", os.O_RDWR | os.O_CREAT, 0o666)
     try:
         with contextlib.suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -40,7 +40,7 @@ def append_line(path: Path, value: dict[str, Any]) -> None:
     line = (json.dumps(value, ensure_ascii=False, allow_nan=False) + "\n").encode()
     with disk_errors(path):
         make_folder(path.parent)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         try:
             # Else another writer's line may be seen half-way, and taken for torn.
             lock_file(descriptor, path, wait=True)

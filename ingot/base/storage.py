@@ -345,9 +345,10 @@ def disk_errors(path: str | os.PathLike[str]) -> Iterator[None]:
                 " move that away"
             ) from error
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            refused = error.filename if isinstance(error.filename, str) else os.fspath(path)
             raise WrongInput(
-                f"{os.fspath(path)} cannot be written ({error.strerror}); choose another"
-                " place, for a run by `output`"
+                f"{_whole(Path(refused))} cannot be written ({error.strerror}); make it writable"
+                " for this user, or choose another place, for a run by `output`"
             ) from error
         # To make a folder on a file system of the kernel (/proc, /sys), or with a name that it
         # cannot have.

@@ -5,6 +5,7 @@ nothing about models.
 from __future__ import annotations
 
 import contextlib
+import os
 import sqlite3
 import uuid
 from collections.abc import Iterator
@@ -48,6 +49,7 @@ def open_database(path: Path, *, writing: bool = False) -> Iterator[sqlite3.Conn
         if writing:
             with disk_errors(path):
                 path.parent.mkdir(parents=True, exist_ok=True)
+            _create(path)
         db = sqlite3.connect(
             path if writing or path.exists() else ":memory:", timeout=WAIT_S, isolation_level=None
         )
@@ -60,6 +62,16 @@ def open_database(path: Path, *, writing: bool = False) -> Iterator[sqlite3.Conn
                 db.execute("COMMIT")
         finally:
             db.close()  # rolls back what is not committed
+
+
+def _create(path: Path) -> None:
+    """Make a missing file with the permissions that the user's umask gives, so that a group may
+    share it: SQLite's own are 0644 at most, and its journal's are the file's. What hinders that
+    SQLite tells. A file that exists is never opened: to close it would end the locks of all its
+    connections in this process.
+    """
+    with contextlib.suppress(OSError):
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666))
 
 
 def _prepare(db: sqlite3.Connection, path: Path) -> None:

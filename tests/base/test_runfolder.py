@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +16,9 @@ import pytest
 from ingot.base import runfolder
 from ingot.base.environment import NODE_VARIABLE
 from ingot.base.errors import Failed, WrongInput
+from ingot.base.heartbeat import HeartbeatWriter
+from ingot.base.remote.deferred import DeferredFiles
+from ingot.base.remote.memory import exclusive_sync
 from ingot.base.runfolder import (
     RUN_LOCK,
     check_no_other_run,
@@ -23,6 +26,7 @@ from ingot.base.runfolder import (
     lock_holder,
     shared_lock,
 )
+from ingot.base.runlog import append_line
 from tests.nobody import as_nobody, open_folder
 
 HOLDER = """
@@ -168,3 +172,26 @@ def test_who_comes_alone_may_clear_up_and_nobody_else(tmp_path: Path) -> None:
     with shared_lock(tmp_path, "writers", lambda: cleared.append("third")):
         pass
     assert cleared == ["first", "third"]
+
+
+@pytest.mark.parametrize(
+    ("name", "write"),
+    [
+        (".lock", lambda root: folder_lock(root).__enter__()),
+        (".writers", lambda root: shared_lock(root, "writers", lambda: None).__enter__()),
+        ("events.jsonl", lambda root: append_line(root / "events.jsonl", {})),
+        ("*", lambda root: HeartbeatWriter(root, rank=0, local_rank=0, attempt=0)),
+        (".replica/lock", lambda root: exclusive_sync(root).__enter__()),
+        ("rows.lock", lambda root: DeferredFiles(root, "", "").drop("rows")),
+    ],
+)
+def test_a_group_may_share_a_run_where_the_umask_says_so(
+    tmp_path: Path, name: str, write: Callable[[Path], object]
+) -> None:
+    before = os.umask(0o002)
+    try:
+        write(tmp_path)
+    finally:
+        os.umask(before)
+    (made,) = tmp_path.glob(name)
+    assert made.stat().st_mode & 0o777 == 0o664

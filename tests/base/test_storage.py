@@ -28,6 +28,7 @@ from ingot.base.storage import (
     stamp,
     write_atomic,
 )
+from tests.nobody import as_nobody, open_folder
 
 
 def names(folder: Path) -> list[str]:
@@ -170,7 +171,7 @@ def test_an_unwritable_place_is_named_with_what_to_do(tmp_path: Path) -> None:
         (errno.ENOSPC, Failed, "disk full while writing /x/y; make space"),
         (errno.EDQUOT, Failed, "disk full"),
         (errno.EROFS, WrongInput, "choose another place, for a run by `output`"),
-        (errno.EACCES, WrongInput, "/x/y cannot be written"),
+        (errno.EACCES, WrongInput, "^/x/y cannot be written .*; make it writable for this user"),
         (errno.EIO, OSError, "Input/output"),
     ],
 )
@@ -179,6 +180,21 @@ def test_refusals_of_the_operating_system_become_one_line(
 ) -> None:
     with pytest.raises(kind, match=words), disk_errors("/x/y"):
         raise OSError(code, os.strerror(code))
+
+
+def test_what_may_not_be_written_is_named_and_not_the_folder_that_it_is_in() -> None:
+    def write(root: Path) -> None:
+        with pytest.raises(WrongInput, match=r"/run/\.lock cannot be written"):
+            folder_lock(root / "run").__enter__()
+        with pytest.raises(WrongInput, match=r"/run/kept/x cannot be written"):
+            write_atomic(root / "run" / "kept" / "x", "x")
+
+    with open_folder() as root:
+        (root / "run" / "kept").mkdir(parents=True)
+        (root / "run" / ".lock").touch(0o444)
+        (root / "run" / "kept").chmod(0o555)
+        as_nobody(write, root)
+        (root / "run" / "kept").chmod(0o755)
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="Linux has such a file system")

@@ -461,6 +461,18 @@ def test_it_can_be_read_by_whoever_may_not_write(registry: LocalRegistry) -> Non
         assert [path.name for path in shared.iterdir()] == [registry.path.name]
 
 
+def test_a_group_may_share_it_where_the_umask_says_so(registry: LocalRegistry) -> None:
+    before = os.umask(0o002)
+    try:
+        with database.open_database(registry.path, writing=True) as db:
+            db.execute("UPDATE registry SET id = 'another'")
+            journal = registry.path.with_name(f"{registry.path.name}-journal")
+            modes = [path.stat().st_mode & 0o777 for path in (registry.path, journal)]
+    finally:
+        os.umask(before)
+    assert modes == [0o664, 0o664]
+
+
 def test_what_a_dead_writer_left_half_done_is_told_to_whoever_may_not_undo_it(
     registry: LocalRegistry,
 ) -> None:

@@ -91,7 +91,7 @@ class DeferredFiles:
     @contextlib.contextmanager
     def _file_lock(self, name: str, *, wait: bool) -> Iterator[bool]:
         with disk_errors(self.folder / name):
-            descriptor = os.open(self.folder / f"{name}.lock", os.O_RDWR | os.O_CREAT, 0o644)
+            descriptor = os.open(self.folder / f"{name}.lock", os.O_RDWR | os.O_CREAT, 0o666)
         try:
             lock_file(descriptor, self.folder / name, wait=wait)
             yield True

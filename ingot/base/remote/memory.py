@@ -129,7 +129,7 @@ def exclusive_sync(root: Path) -> Iterator[None]:
     path = root / HIDDEN / "lock"
     with disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
