@@ -154,6 +154,8 @@ def _os_error(error: OSError) -> str:
     of = f" ({error.filename})" if error.filename else ""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"disk full{of}; make space and run the same command again"
+    if error.errno in (errno.EACCES, errno.EPERM) and of:
+        return f"this user may not read or write {error.filename}; ask its owner, or chmod"
     if error.errno == errno.EADDRINUSE:
         return f"port taken{of}; choose another with serve.port=..., or 0 for a free one"
     return f"{type(error).__name__}: {error}; run again with --debug to see where"

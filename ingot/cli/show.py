@@ -84,10 +84,15 @@ def runs(
     """All runs in a folder with their results, or two side by side."""
     from ingot.cli.console import run_folder
     from ingot.report import tables
+    from ingot.report.runs import each_of, runs_in
 
     if as_json:
-        folders = tables.runs_in(Path(output)) if compare is None else map(run_folder, compare)
-        print_json("show runs", runs=[tables.run_json(folder) for folder in folders])
+        found = (
+            each_of(runs_in(Path(output)), tables.run_json)
+            if compare is None
+            else [tables.run_json(run_folder(one)) for one in compare]
+        )
+        print_json("show runs", runs=found)
     elif compare is not None:
         tables.compare(run_folder(compare[0]), run_folder(compare[1]))
     else:

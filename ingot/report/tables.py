@@ -26,6 +26,7 @@ from ingot.report.goodput import TIME_PARTS, Goodput
 from ingot.report.incidents import incident_ranks, incident_steps
 from ingot.report.planned import PlanComparison, beside_plan, decisions
 from ingot.report.run_view import RunView, read_run
+from ingot.report.runs import each_of, runs_in
 from ingot.report.timeline import PART_NAMES, goodput_sentence
 
 RECENT_EVENTS = 8
@@ -99,7 +100,7 @@ def run_json(run: RunFolder) -> dict[str, Any]:
 
 def show_runs(output: Path) -> None:
     """Print all runs in `output`, the last changed first. Raises WrongInput where there is none."""
-    views = sorted((read_run(run) for run in runs_in(output)), key=lambda view: -view.changed)
+    views = sorted(each_of(runs_in(output), read_run), key=lambda view: -view.changed)
     if not views:
         raise WrongInput(
             f"{output} holds no run; give the folder that runs lie in, or make one with `ingot run`"
@@ -168,13 +169,6 @@ def compare(one: RunFolder, other: RunFolder) -> None:
     out = console()
     out.print(knobs if knobs.row_count else "the recipes are the same")
     out.print(results)
-
-
-def runs_in(output: Path) -> list[RunFolder]:
-    """The run folders in `output`, by name."""
-    return [
-        RunFolder(path) for path in sorted(output.glob("*")) if (path / "recipe.yaml").is_file()
-    ]
 
 
 def _read(run: RunFolder) -> RunView:

@@ -195,7 +195,7 @@ class RunsFolder:
         try:
             self._check(run)
             value = row(name, read_run(run, metrics=MetricsFile(run.metrics, TAIL_BYTES)))
-        except WrongInput as error:
+        except (WrongInput, PermissionError) as error:
             value = {**_EMPTY, "id": name, "name": run.root.name, "state": "refused"}
             value |= {"error": str(error), "mood": "bad", "changed": 0.0}
         self._rows[name] = _Row(stamp, time.monotonic(), value)

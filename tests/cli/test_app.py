@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import logging
@@ -305,6 +306,15 @@ def test_a_taken_port_is_told_in_words(capsys: pytest.CaptureFixture[str]) -> No
 
     assert guarded(listen, debug=False) == 1
     assert "port taken" in capsys.readouterr().err
+
+
+def test_what_a_user_may_not_read_is_told_in_words(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = PermissionError(errno.EACCES, "Permission denied", str(tmp_path))
+    assert guarded(lambda: _raise(error), debug=False) == 1
+    told = f"error: this user may not read or write {tmp_path}; ask its owner, or chmod\n"
+    assert capsys.readouterr().err == told
 
 
 def test_other_ranks_say_who_they_are(

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import math
 import os
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -19,17 +22,18 @@ from ingot.base.runlog import append_line
 from ingot.report.failures import last_failure
 from ingot.report.page import write_page
 from ingot.report.run_view import read_run
+from ingot.report.runs import each_of, runs_in
 from ingot.report.tables import (
     LAST_HELD_OUT,
     LAST_TRAINED,
     comparable,
     compare,
     run_json,
-    runs_in,
     show_run,
     show_runs,
     show_samples,
 )
+from tests.nobody import as_nobody, open_folder
 from tests.report.made_up import made_up_run
 from tests.report.told import Told
 
@@ -407,6 +411,32 @@ def test_a_folder_that_is_no_run_is_refused_in_words(tmp_path: Path) -> None:
     with pytest.raises(WrongInput, match="is no run folder"):
         compare(made_up_run(tmp_path), RunFolder(tmp_path / "none"))
     assert [run.root.name for run in runs_in(tmp_path)] == ["quickstart"]
+
+
+def test_a_run_that_this_user_may_not_read_hides_no_other() -> None:
+    def read(root: Path) -> None:
+        told, shown = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stderr(told), contextlib.redirect_stdout(shown):
+            show_runs(root)
+            read_as_json = each_of(runs_in(root), run_json)
+        assert "quickstart" in shown.getvalue()
+        assert [value["name"] for value in read_as_json] == ["quickstart"]
+        lines = [
+            f"{root}/{name} is left out: this user may not read {root}/{file}; ask its owner, or"
+            " chmod"
+            for name, file in (("locked", "locked/recipe.yaml"), ("partly", f"partly/{part}"))
+        ]
+        assert told.getvalue().splitlines() == [*lines, *lines]
+
+    part = "reports/steps/train.json"
+    with open_folder() as root:
+        made_up_run(root)
+        for name, inner in (("locked", ""), ("partly", "reports/steps")):
+            shutil.copytree(root / "quickstart", root / name)
+            (root / name / inner).chmod(0o600 if os.getuid() == 0 else 0)
+        as_nobody(read, root)
+        for folder in (root / "locked", root / "partly" / "reports" / "steps"):
+            folder.chmod(0o700)
 
 
 def test_text_from_files_is_no_markup(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import time
 from pathlib import Path
@@ -20,6 +21,7 @@ from ingot.report.metrics import MetricsFile
 from ingot.report.run_view import read_run
 from ingot.ui.details import examples, samples
 from ingot.ui.runs import Axis, RunsFolder, curve, curve_keys, downsampled
+from tests.nobody import as_nobody, open_folder
 from tests.report.made_up import BEGAN, COMPLETIONS, PROMPTS, made_up_run
 from tests.small import prepared, small_recipe
 from tests.ui.serving import Shown, showing
@@ -226,6 +228,22 @@ def test_damaged_files_are_named(run: RunFolder) -> None:
     (row,) = RunsFolder(run.root.parent).rows()
     assert "reports/gate.json could not be read" in row["error"]
     json.dumps(row, allow_nan=False)
+
+
+def test_a_run_that_this_user_may_not_read_hides_no_other() -> None:
+    def read(root: Path) -> None:
+        rows = {row["name"]: row for row in RunsFolder(root).rows()}
+        assert rows["partly"]["state"] == "refused"
+        assert f"{root}/partly/reports/steps/" in rows["partly"]["error"]
+        assert rows["whole"]["step"] == 20
+
+    with open_folder() as root:
+        for name in ("whole", "partly"):
+            made_up_run(root, name, steps=20)
+        locked = root / "partly" / "reports" / "steps"
+        locked.chmod(0o600 if os.getuid() == 0 else 0)
+        as_nobody(read, root)
+        locked.chmod(0o700)
 
 
 def test_a_long_list_is_there_at_once_and_read_by_and_by(tmp_path: Path) -> None:
