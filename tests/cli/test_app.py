@@ -254,6 +254,38 @@ def test_nobody_who_reads_the_messages_is_no_error(words: list[str]) -> None:
     assert done.returncode == 2
 
 
+WITHOUT = """
+import os, subprocess, sys
+for number in {0}:
+    os.close(number)
+sys.exit(subprocess.run([sys.executable, *sys.argv[1:]], close_fds=False).returncode)
+"""
+CHILD = """
+import os, subprocess, sys
+from ingot.cli.start import open_closed_streams
+open_closed_streams()
+print("told")
+print("\\udcff", file=sys.stderr)
+assert sys.stdin.read() == ""
+ask = "import os; [os.fstat(number) for number in range(3)]"
+given = {"stdin": sys.stdin, "stdout": sys.stderr.fileno()}
+sys.exit(subprocess.run([sys.executable, "-c", ask], **given).returncode)
+"""
+
+
+@pytest.mark.parametrize("closed", [(0,), (1,), (2,), (0, 1, 2)])
+def test_what_is_started_without_streams_and_its_children_have_empty_ones(
+    closed: tuple[int, ...],
+) -> None:
+    """As by `>&-`, or by a service that gives none."""
+    without = [sys.executable, "-c", WITHOUT.format(closed)]
+    for given in (["-c", CHILD], ["-m", "ingot", "--version"]):
+        done = subprocess.run(
+            [*without, *given], stdin=subprocess.DEVNULL, capture_output=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+
+
 def test_a_full_disk_is_one_line() -> None:
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
