@@ -9,6 +9,7 @@ from pydantic import Field, ValidationInfo, model_validator
 
 from ingot.base.runfolder import RunFolder
 from ingot.base.storage import is_remote
+from ingot.config.measured import check_prompts, check_tracked, default_tasks
 from ingot.config.section import Section
 from ingot.config.sections.checkpoint import Checkpoint, Resume, Track
 from ingot.config.sections.data import Data, Pack, truncations
@@ -22,10 +23,9 @@ from ingot.config.sections.deployment import (
     Serve,
     StepPlace,
 )
-from ingot.config.sections.evaluation import Evaluate, Task, check_metric, default_tasks
+from ingot.config.sections.evaluation import Evaluate, Task
 from ingot.config.sections.launch import Launch
 from ingot.config.sections.layout import MemorySettings, Parallel, Precision
-from ingot.config.sections.loop import seconds_of
 from ingot.config.sections.objective import CHAT_TEMPLATED, Documents, Objective, PretrainSettings
 from ingot.config.sections.training import ModelSettings, TokenizerSettings, Train
 
@@ -127,7 +127,8 @@ class Recipe(Section):
                 f"train.evaluate_tasks: {unknown[0]} is not among evaluate.tasks"
                 f" ({', '.join(names)}); give its name there"
             )
-        self._check_metrics(names)
+        check_tracked(self.train, self.checkpoint, self.tasks)
+        check_prompts(self.objective, self.train, self.evaluate)
         if "vocab_size" in self.tokenizer.model_fields_set and not self.trains_tokenizer:
             raise ValueError(
                 "tokenizer.vocab_size is for `tokenizer.source: train`; remove it, or train a"
@@ -215,32 +216,6 @@ class Recipe(Section):
                 "precision.float8 is for decoders, not for the models of objective.kind"
                 f" {self.objective.kind}; set it to none"
             )
-
-    def _check_metrics(self, tasks: list[str]) -> None:
-        """Check that the metrics for early stopping and for the best checkpoint are measured in
-        training.
-        """
-        if self.train.skip.then == "roll_back" and seconds_of(self.checkpoint.every) is not None:
-            raise ValueError(
-                f"train.skip.then=roll_back with checkpoint.every={self.checkpoint.every} would go"
-                " back by the clock, to another step each time; set checkpoint.every to steps or"
-                " epoch"
-            )
-        early_stop, watched = self.train.early_stop, self.train.evaluate_tasks
-        for knob, metric in (
-            ("train.early_stop.metric", early_stop.metric if early_stop else None),
-            ("checkpoint.best", self.checkpoint.best),
-        ):
-            if metric is None:
-                continue
-            if self.train.evaluate_every is None:
-                raise ValueError(f"{knob} needs train.evaluate_every; set it to a number of steps")
-            if seconds_of(self.train.evaluate_every) is not None:
-                raise ValueError(
-                    f"{knob} with train.evaluate_every={self.train.evaluate_every} would choose by"
-                    " the clock, another model each time; set evaluate_every to steps or epoch"
-                )
-            check_metric(knob, metric, [one for one in self.tasks if one.name in watched])
 
     @property
     def folder(self) -> RunFolder:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -190,6 +191,34 @@ def test_a_model_is_measured_on_items_of_its_own_without_documents() -> None:
         Recipe.model_validate({"name": "a", "evaluate": {"micro_batch": 2}})
     with pytest.raises(ValidationError, match=r"data\.train has no source"):
         recipe(data={"train": []})
+
+
+@pytest.mark.parametrize(
+    "asked", [{"train": {"sample_every": 2}}, {"evaluate": {"prompts": ["a"]}}]
+)
+@pytest.mark.parametrize(
+    ("objective", "writes"),
+    [
+        ({"kind": "classify", "labels": ["a", "b"]}, False),
+        ({"kind": "mlm"}, False),
+        ({"kind": "reward"}, False),
+        ({"kind": "span_corruption"}, True),
+        ({"kind": "seq2seq"}, True),
+        ({"kind": "dpo"}, True),
+    ],
+    ids=lambda value: value["kind"] if isinstance(value, dict) else "",
+)
+def test_only_a_model_that_writes_is_asked_to(
+    objective: dict[str, object], writes: bool, asked: dict[str, dict[str, object]]
+) -> None:
+    """Else its training ends at the first step of `train.sample_every`."""
+    if writes:
+        assert recipe(objective=objective, **asked)
+        return
+    (knob,) = (f"{section}.{name}" for section, knobs in asked.items() for name in knobs)
+    says = f"{knob} is for models that write, and objective.kind {objective['kind']} trains one"
+    with pytest.raises(ValidationError, match=re.escape(says)):
+        recipe(objective=objective, **asked)
 
 
 def test_rewards_take_no_name_of_the_tasks_metrics_where_each_has_a_metric() -> None:

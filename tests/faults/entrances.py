@@ -936,4 +936,12 @@ FAULTS = [
         "what is meant for a closed stdout or stderr lands in a file of the run that got its number",
         "tests/cli/test_app.py",
     ),
+    Fault(
+        "an-encoder-asked-to-write",
+        "ingot/config/measured.py",
+        "if knobs and not objective.writes:",
+        "if False:",
+        "a classifier is asked for texts, and its training ends where the first are due",
+        "tests/config/test_recipe.py",
+    ),
 ]

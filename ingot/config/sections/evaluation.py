@@ -322,43 +322,6 @@ class LMEvalTask(TaskSettings):
 Task = Annotated[TaskSettings, ByKind(TASKS, "loss")]
 
 
-def default_tasks(objective: ObjectiveSettings) -> list[Task]:
-    """What is measured on held-out documents unless the recipe says so."""
-    if objective.scores_chats:
-        return [PreferenceTask(kind="preference")]
-    return [
-        LossTask(),
-        *([ClassificationTask(kind="classification")] if objective.class_names else []),
-        *([RewardTask(kind="reward")] if objective.samples_answers else []),
-    ]
-
-
-def is_measured(metric: str, tasks: Sequence[TaskSettings]) -> bool:
-    """Whether one of `tasks` measures a metric, as far as that is known beforehand."""
-    task, _, rest = metric.partition("/")
-    names = {one.name: one.metric_names for one in tasks}.get(task)
-    # Behind the metric there may be what it is of: a source, a class.
-    return bool(rest) and (names == () or rest.partition("/")[0] in (names or ()))
-
-
-def metrics_of(tasks: Sequence[TaskSettings]) -> list[str]:
-    """What `tasks` measure, for people; `NAME/...` where that is not known beforehand."""
-    return [f"{one.name}/{name}" for one in tasks for name in one.metric_names or ("...",)]
-
-
-def check_metric(knob: str, metric: str, tasks: Sequence[TaskSettings]) -> None:
-    """Raises ValueError unless `metric` is the objective's loss or, as far as that is known
-    beforehand, one of those that `tasks` measure.
-    """
-    if metric == "loss" or is_measured(metric, tasks):
-        return
-    known = ["loss", *metrics_of(tasks)]
-    raise ValueError(
-        f"{knob} {metric} is not measured while training, which is {', '.join(known)}; choose one"
-        " of these, or name its task in train.evaluate_tasks"
-    )
-
-
 class Evaluate(Section):
     """How good the model is."""
 

@@ -4,7 +4,7 @@ names them.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -44,11 +44,3 @@ class MLMSettings(ObjectiveSettings):
                 " at most 1"
             )
         return self
-
-    def check_recipe(self, recipe: Any) -> None:
-        """Raises ValueError for what needs a model that writes."""
-        if recipe.evaluate.prompts or recipe.train.sample_every:
-            raise ValueError(
-                "evaluate.prompts and train.sample_every are for models that write; remove them for"
-                " objective.kind mlm"
-            )

@@ -77,6 +77,13 @@ class ObjectiveSettings(KindSettings):
         )
 
     @property
+    def writes(self) -> bool:
+        """Whether the model that is trained writes texts; an encoder gives classes, scores or the
+        tokens that are hidden from it.
+        """
+        return self.native or self.training_documents == "pair" or self.spans is not None
+
+    @property
     def judged(self) -> Judged:
         """What a gate looks at unless the recipe says so."""
         if self.scores_chats:
@@ -276,17 +283,13 @@ class RewardModelSettings(PreferenceSettings):
     """
 
     def check_recipe(self, recipe: Any) -> None:
-        """Raises ValueError for what needs a model that gives probabilities or writes."""
+        """Raises ValueError for what needs a model that gives probabilities."""
         for task in recipe.evaluate.tasks:
             if task.kind == "loss":
                 raise ValueError(
                     f"evaluate.tasks, {task.name}: a reward model gives scores, not probabilities,"
                     " and has no loss of documents; take kind preference, which is its accuracy"
                 )
-        if recipe.evaluate.prompts or recipe.train.sample_every:
-            raise ValueError(
-                "evaluate.prompts and train.sample_every are for models that write; remove them"
-            )
 
 
 class KTOSettings(ObjectiveSettings):

@@ -1,0 +1,91 @@
+"""What a recipe's evaluations measure, as far as that is known before anything is measured: their
+metrics, and what cannot be asked of the model that is trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ingot.config.sections.checkpoint import Checkpoint
+from ingot.config.sections.evaluation import (
+    ClassificationTask,
+    Evaluate,
+    LossTask,
+    PreferenceTask,
+    RewardTask,
+    Task,
+    TaskSettings,
+)
+from ingot.config.sections.loop import seconds_of
+from ingot.config.sections.objective import ObjectiveSettings
+from ingot.config.sections.training import Train
+
+
+def default_tasks(objective: ObjectiveSettings) -> list[Task]:
+    """What is measured on held-out documents unless the recipe says so."""
+    if objective.scores_chats:
+        return [PreferenceTask(kind="preference")]
+    return [
+        LossTask(),
+        *([ClassificationTask(kind="classification")] if objective.class_names else []),
+        *([RewardTask(kind="reward")] if objective.samples_answers else []),
+    ]
+
+
+def is_measured(metric: str, tasks: Sequence[TaskSettings]) -> bool:
+    """Whether one of `tasks` measures a metric, as far as that is known beforehand."""
+    task, _, rest = metric.partition("/")
+    names = {one.name: one.metric_names for one in tasks}.get(task)
+    # Behind the metric there may be what it is of: a source, a class.
+    return bool(rest) and (names == () or rest.partition("/")[0] in (names or ()))
+
+
+def metrics_of(tasks: Sequence[TaskSettings]) -> list[str]:
+    """What `tasks` measure, for people; `NAME/...` where that is not known beforehand."""
+    return [f"{one.name}/{name}" for one in tasks for name in one.metric_names or ("...",)]
+
+
+def check_tracked(train: Train, checkpoint: Checkpoint, tasks: Sequence[TaskSettings]) -> None:
+    """Raises ValueError unless the metrics for early stopping and for the best checkpoint are
+    measured in training, at steps that are the same each time.
+    """
+    if train.skip.then == "roll_back" and seconds_of(checkpoint.every) is not None:
+        raise ValueError(
+            f"train.skip.then=roll_back with checkpoint.every={checkpoint.every} would go back by"
+            " the clock, to another step each time; set checkpoint.every to steps or epoch"
+        )
+    watched = [one for one in tasks if one.name in train.evaluate_tasks]
+    for knob, metric in (
+        ("train.early_stop.metric", train.early_stop.metric if train.early_stop else None),
+        ("checkpoint.best", checkpoint.best),
+    ):
+        if metric is None:
+            continue
+        if train.evaluate_every is None:
+            raise ValueError(f"{knob} needs train.evaluate_every; set it to a number of steps")
+        if seconds_of(train.evaluate_every) is not None:
+            raise ValueError(
+                f"{knob} with train.evaluate_every={train.evaluate_every} would choose by the"
+                " clock, another model each time; set evaluate_every to steps or epoch"
+            )
+        if metric != "loss" and not is_measured(metric, watched):
+            known = ", ".join(["loss", *metrics_of(watched)])
+            raise ValueError(
+                f"{knob} {metric} is not measured while training, which is {known}; choose one of"
+                " these, or name its task in train.evaluate_tasks"
+            )
+
+
+def check_prompts(objective: ObjectiveSettings, train: Train, evaluate: Evaluate) -> None:
+    """Raises ValueError where a model that writes nothing is asked to."""
+    asked = {
+        "train.sample_every": train.sample_every is not None,
+        "evaluate.prompts": bool(evaluate.prompts),
+    }
+    knobs = [knob for knob, given in asked.items() if given]
+    if knobs and not objective.writes:
+        raise ValueError(
+            f"{' and '.join(knobs)} {'are' if knobs[1:] else 'is'} for models that write, and"
+            f" objective.kind {objective.kind} trains one that does not; remove"
+            f" {'them' if knobs[1:] else 'it'}"
+        )
