@@ -5,9 +5,11 @@ metrics, and what cannot be asked of the model that is trained.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 from ingot.config.sections.checkpoint import Checkpoint
 from ingot.config.sections.evaluation import (
+    Baseline,
     ClassificationTask,
     Evaluate,
     LossTask,
@@ -19,6 +21,8 @@ from ingot.config.sections.evaluation import (
 from ingot.config.sections.loop import seconds_of
 from ingot.config.sections.objective import ObjectiveSettings
 from ingot.config.sections.training import Train
+
+CompressorName = Literal["gzip", "xz"]
 
 
 def default_tasks(objective: ObjectiveSettings) -> list[Task]:
@@ -32,20 +36,30 @@ def default_tasks(objective: ObjectiveSettings) -> list[Task]:
     ]
 
 
-def is_measured(metric: str, tasks: Sequence[TaskSettings]) -> bool:
+def is_measured(metric: str, tasks: Sequence[TaskSettings], objective: ObjectiveSettings) -> bool:
     """Whether one of `tasks` measures a metric, as far as that is known beforehand."""
     task, _, rest = metric.partition("/")
-    names = {one.name: one.metric_names for one in tasks}.get(task)
-    # Behind the metric there may be what it is of: a source, a class.
-    return bool(rest) and (names == () or rest.partition("/")[0] in (names or ()))
+    one = next((one for one in tasks if one.name == task), None)
+    if one is None or not rest:
+        return False
+    names = one.metrics_with(objective)
+    # Behind the metric there may be the source that it is of.
+    return not names or any(f"{rest}/".startswith(f"{name}/") for name in names)
 
 
-def metrics_of(tasks: Sequence[TaskSettings]) -> list[str]:
+def metrics_of(tasks: Sequence[TaskSettings], objective: ObjectiveSettings) -> list[str]:
     """What `tasks` measure, for people; `NAME/...` where that is not known beforehand."""
-    return [f"{one.name}/{name}" for one in tasks for name in one.metric_names or ("...",)]
+    return [
+        f"{one.name}/{name}" for one in tasks for name in one.metrics_with(objective) or ("...",)
+    ]
 
 
-def check_tracked(train: Train, checkpoint: Checkpoint, tasks: Sequence[TaskSettings]) -> None:
+def check_tracked(
+    train: Train,
+    checkpoint: Checkpoint,
+    objective: ObjectiveSettings,
+    tasks: Sequence[TaskSettings],
+) -> None:
     """Raises ValueError unless the metrics for early stopping and for the best checkpoint are
     measured in training, at steps that are the same each time.
     """
@@ -68,8 +82,8 @@ def check_tracked(train: Train, checkpoint: Checkpoint, tasks: Sequence[TaskSett
                 f"{knob} with train.evaluate_every={train.evaluate_every} would choose by the"
                 " clock, another model each time; set evaluate_every to steps or epoch"
             )
-        if metric != "loss" and not is_measured(metric, watched):
-            known = ", ".join(["loss", *metrics_of(watched)])
+        if metric != "loss" and not is_measured(metric, watched, objective):
+            known = ", ".join(["loss", *metrics_of(watched, objective)])
             raise ValueError(
                 f"{knob} {metric} is not measured while training, which is {known}; choose one of"
                 " these, or name its task in train.evaluate_tasks"
@@ -89,3 +103,19 @@ def check_prompts(objective: ObjectiveSettings, train: Train, evaluate: Evaluate
             f" objective.kind {objective.kind} trains one that does not; remove"
             f" {'them' if knobs[1:] else 'it'}"
         )
+
+
+def compressors_of(baselines: Sequence[Baseline]) -> list[CompressorName]:
+    """Those of the baselines that compress texts."""
+    return [name for name in ("gzip", "xz") if name in baselines]
+
+
+def why_not_compressed(baselines: Sequence[Baseline], columns: Sequence[str]) -> str | None:
+    """Why baselines cannot be had where documents are held out of these existing `columns`."""
+    if not columns or not compressors_of(baselines):
+        return None
+    return (
+        f"evaluate.tasks: {' and '.join(compressors_of(baselines))} compress held-out texts, and"
+        f" {columns[0]} holds ids alone; remove them (`bigram` stays), or hold out documents of"
+        " other sources by data.validation=[{source: PATH}]"
+    )

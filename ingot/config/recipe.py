@@ -127,7 +127,7 @@ class Recipe(Section):
                 f"train.evaluate_tasks: {unknown[0]} is not among evaluate.tasks"
                 f" ({', '.join(names)}); give its name there"
             )
-        check_tracked(self.train, self.checkpoint, self.tasks)
+        check_tracked(self.train, self.checkpoint, self.objective, self.tasks)
         check_prompts(self.objective, self.train, self.evaluate)
         if "vocab_size" in self.tokenizer.model_fields_set and not self.trains_tokenizer:
             raise ValueError(

@@ -122,6 +122,22 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
         ("evaluate.tasks=[{kind: classification}]",),
         "classification is for encoder models",
     ),
+    "documents of another task": (
+        ("objective={kind: classify, labels: [a, b]}", "evaluate.tasks=[{kind: preference}]"),
+        "preference is measured on preference documents, and objective.kind classify has labelled",
+    ),
+    "references of plain texts": (
+        ("evaluate.tasks=[{kind: rouge}]",),
+        "has text documents; remove the task, or give it a `source`",
+    ),
+    "answers that nothing judges": (
+        (CHATS, "objective.kind=sft", "evaluate.tasks=[{kind: reward}]"),
+        "evaluate.tasks, reward: there is no reward; set its `rewards`",
+    ),
+    "beams of a decoder": (
+        ("evaluate.tasks=[{kind: rouge, source: texts.jsonl, beams: 4}]",),
+        "beams 4 is for seq2seq models, and objective.kind pretrain trains a decoder",
+    ),
     "compressed ids": (
         (
             'data.train=[{source: texts.jsonl}, {source: "megatron:old"}]',
@@ -133,6 +149,19 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
     "gate of another figure": (
         ("gate.metric=loss/bits_per_bite",),
         "gate.metric loss/bits_per_bite is not one of loss/loss, loss/perplexity,",
+    ),
+    "gate of other documents": (
+        ("gate.metric=[loss/accuracy, loss/loss]",),
+        "gate.metric loss/accuracy is not one of loss/loss, loss/perplexity, loss/bits_per_byte;",
+    ),
+    "gate of a reward": (
+        (
+            CHATS,
+            "objective={kind: grpo, rewards: [{kind: exact}]}",
+            "train.global_batch=8",
+            "gate.metric=reward/exact",
+        ),
+        "gate.metric reward/exact is not one of reward/mean, reward/finished, reward/failed;",
     ),
     "gate": (("gate.metric=rouge/rouge1",), "gate.metric rouge/rouge1 is measured by none of"),
     "no documents": (
@@ -167,6 +196,38 @@ def test_what_is_wrong_is_told_with_its_place(place: Path, what: str) -> None:
     told = [line for line in found(*overrides).wrong if message in line]
     assert len(told) == 1, found(*overrides).wrong
     assert told[0].startswith(("recipe.yaml", "`")), "it begins with where that was set"
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("evaluate.tasks=[{kind: lm_eval, tasks: [a]}]", "gate.metric=lm_eval/a.acc/x"),
+        (
+            "evaluate={model: other, tasks: [{kind: rouge, source: pairs.jsonl, beams: 4}]}",
+            "gate.metric=rouge/rouge1",
+        ),
+        ("gate.metric=loss/bits_per_byte/texts.jsonl",),
+        ("gate.metric=accuracy",),
+        ("evaluate.tasks=[{kind: reward}]", "gate.metric=loss/accuracy", "gate.override=deploy"),
+    ],
+    ids=["of another package", "of another model", "of a source", "a tail", "overridden"],
+)
+def test_a_gate_that_may_find_its_metric_is_not_refused(
+    place: Path, overrides: tuple[str, ...]
+) -> None:
+    verbs = ("gate",) if "gate.override=deploy" in overrides else ("evaluate", "gate")
+    told = found(*overrides, verbs=verbs).wrong
+    refusals = ("is not one of", "is measured by none", "is for seq2seq models")
+    assert not [line for line in told if any(words in line for words in refusals)], told
+
+
+def test_a_task_that_is_watched_is_checked_before_training(place: Path) -> None:
+    """On the model that is trained, whichever one is evaluated later."""
+    other = (CHATS, "objective.kind=sft", "evaluate={model: other, tasks: [{kind: reward}]}")
+    watched = (*other, "train={evaluate_every: 1, evaluate_tasks: [reward]}")
+    for overrides, count in ((other, 0), (watched, 1)):
+        told = found(*overrides, verbs=("train",)).wrong
+        assert len([line for line in told if "there is no reward" in line]) == count, told
 
 
 def test_all_is_told_at_once_by_line(place: Path) -> None:

@@ -7,6 +7,7 @@ import pytest
 from pydantic import ValidationError
 
 from ingot.config.identity import changes, training_identity
+from ingot.config.measured import is_measured
 from ingot.config.recipe import Recipe
 
 
@@ -219,6 +220,49 @@ def test_only_a_model_that_writes_is_asked_to(
     says = f"{knob} is for models that write, and objective.kind {objective['kind']} trains one"
     with pytest.raises(ValidationError, match=re.escape(says)):
         recipe(objective=objective, **asked)
+
+
+@pytest.mark.parametrize(
+    ("objective", "metric", "measured"),
+    [
+        ("pretrain", "loss/accuracy", False),
+        ("pretrain", "loss/perplexity", True),
+        ("pretrain", "loss/bits_per_byte/wiki.jsonl", True),
+        ("mlm", "loss/bits_per_byte", False),
+        ("mlm", "loss/perplexity", True),
+        ("dpo", "loss/accuracy", True),
+        ("kto", "loss/margin", False),
+        ("kto", "loss/accuracy", True),
+    ],
+)
+def test_what_is_watched_is_what_the_objectives_documents_give(
+    objective: str, metric: str, measured: bool
+) -> None:
+    """Else the training ends at its first evaluation."""
+    for knob, sections in (
+        ("train.early_stop.metric", {"train": {"early_stop": {"metric": metric}}}),
+        ("checkpoint.best", {"checkpoint": {"best": metric}}),
+    ):
+        watched = {"evaluate_every": 5, "evaluate_tasks": ["loss"], **sections.get("train", {})}
+        given = {**sections, "train": watched, "objective": {"kind": objective}}
+        if measured:
+            assert recipe(**given)
+        else:
+            with pytest.raises(ValidationError, match=f"{knob} {metric} is not measured"):
+                recipe(**given)
+
+
+def test_the_names_of_a_tasks_metrics_may_hold_a_slash() -> None:
+    rewards = [{"kind": "exact", "name": "a/b"}, {"kind": "numeric"}]
+    made = recipe(objective={"kind": "grpo", "rewards": rewards})
+    names = ("mean", "a/b", "numeric", "failed")
+    assert all(is_measured(f"reward/{name}", made.tasks, made.objective) for name in names)
+    assert not is_measured("reward/a", made.tasks, made.objective)
+    assert not is_measured("reward/exact", made.tasks, made.objective)
+    classes = recipe(objective={"kind": "classify", "labels": ["good/bad", "else"]})
+    named = [f"classification/{name}" for name in ("accuracy", "f1", "f1_good/bad", "f1_good")]
+    told = [is_measured(name, classes.tasks, classes.objective) for name in named]
+    assert told == [True, True, True, False]
 
 
 def test_rewards_take_no_name_of_the_tasks_metrics_where_each_has_a_metric() -> None:

@@ -290,7 +290,7 @@ FAULTS = [
     Fault(
         "gate-of-another-figure",
         "ingot/cli/check/recipe.py",
-        "is_measured(metric, recipe.tasks)",
+        "is_measured(metric, recipe.tasks, recipe.objective)",
         "task in names",
         "a metric of the gate that no task measures is told after training alone",
         "tests/cli/test_check.py",
@@ -943,5 +943,21 @@ FAULTS = [
         "if False:",
         "a classifier is asked for texts, and its training ends where the first are due",
         "tests/config/test_recipe.py",
+    ),
+    Fault(
+        "watched-metric-of-other-documents",
+        "ingot/config/sections/evaluation.py",
+        "return self.metric_names or LOSS_METRICS[objective.training_documents]",
+        'return LOSS_METRICS["preference"]',
+        "early stopping waits for a metric that texts do not have, until the first evaluation",
+        "tests/config/test_recipe.py",
+    ),
+    Fault(
+        "task-on-documents-of-another",
+        "ingot/config/sections/evaluation.py",
+        "held_out not in self.document_kinds:",
+        "False:",
+        "that a task has no such documents is told once the training is done and paid for",
+        "tests/cli/test_check.py",
     ),
 ]

@@ -17,7 +17,7 @@ from ingot.base.errors import WrongInput
 from ingot.base.processes import python_with_module
 from ingot.base.progress import say
 from ingot.base.reports import read_record
-from ingot.cli.check.sources import FarSources, check_evaluation, check_sources
+from ingot.cli.check.sources import FarSources, check_evaluation, check_sources, check_tasks
 from ingot.cli.check.training import (
     check_model,
     check_other_model,
@@ -54,6 +54,7 @@ READS: dict[str, tuple[str, ...]] = {
     "training": ("model", "objective", "data", "train", "parallel", "launch", "pipeline"),
     "rewards": ("objective", "evaluate", "launch", "pipeline"),
     "evaluated": ("evaluate",),
+    "measured": ("evaluate", "objective", "data", "train"),
     "tasks": ("evaluate", "objective", "data", "launch", "pipeline"),
     "gate": ("gate", "evaluate", "objective", "data"),
     "serving": ("serve", "registry", "cloud"),
@@ -88,6 +89,8 @@ def findings(
     ingested = "ingest" not in given and read_record(recipe.folder.steps, "ingest")
     if asks("sources", "ingest", "prepare") and not ingested:
         check_sources(recipe, found, far)
+    if asks("measured", "train", "evaluate"):
+        check_tasks(recipe, given, found)
     if asks("tasks", "evaluate"):
         check_evaluation(recipe, found, far, here=here)
     model = check_model(recipe, found) if asks("model", "prepare", "train") else None
@@ -206,10 +209,11 @@ def _check_gate(recipe: Recipe, found: Findings) -> None:
     names = [task.name for task in recipe.tasks]
     for metric in recipe.gate.metrics(recipe.objective.judged):
         task, slash, _ = metric.partition("/")
-        if not slash or is_measured(metric, recipe.tasks):
+        if not slash or is_measured(metric, recipe.tasks, recipe.objective):
             continue
         if task in names:
-            known = ", ".join(metrics_of([one for one in recipe.tasks if one.name == task]))
+            own = [one for one in recipe.tasks if one.name == task]
+            known = ", ".join(metrics_of(own, recipe.objective))
             found.add(f"gate.metric {metric} is not one of {known}; set gate.metric to one of them")
         elif not recipe.data.holds_out and task in ("loss", "classification"):
             found.add(

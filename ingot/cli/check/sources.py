@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Collection
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -25,10 +26,11 @@ from urllib.parse import urlsplit
 from ingot.base.errors import IngotError, WrongInput
 from ingot.base.remote.service import EMULATOR
 from ingot.base.storage import is_remote, open_read
+from ingot.config.measured import why_not_compressed
 from ingot.config.models.source import trained_kind
 from ingot.config.recipe import NO_SOURCE, Recipe
 from ingot.config.sections.data import SourceSettings
-from ingot.config.sections.evaluation import TaskSettings, why_not_compressed
+from ingot.config.sections.evaluation import TaskSettings
 from ingot.config.values import Findings
 from ingot.data.documents.kinds import DocumentExtractor
 from ingot.data.documents.records import BadRecord
@@ -174,20 +176,27 @@ def look_into(file: SourceFile, extractor: DocumentExtractor) -> None:
         raise extractor.missing_error(f"{file.path}:{bad.row}", bad.keys)
 
 
+def check_tasks(recipe: Recipe, verbs: Collection[str], found: Findings) -> None:
+    """Check that each task can be measured on the recipe's documents and on the model that it
+    trains; on another one (`evaluate.model`) as far as the documents tell.
+    """
+    trained = trained_kind(recipe)
+    for number, task in enumerate(recipe.tasks):
+        kinds: list[str | None] = []
+        if "train" in verbs and task.name in recipe.train.evaluate_tasks:
+            kinds.append(trained)
+        if "evaluate" in verbs:
+            kinds.append(trained if recipe.evaluate.model is None else None)
+        for kind in kinds:
+            if problem := task.why_not(recipe.objective, kind):
+                found.add(f"evaluate.tasks, {task.name}: {problem}", f"evaluate.tasks.{number}")
+
+
 def check_evaluation(recipe: Recipe, found: Findings, far: FarSources, *, here: bool) -> None:
-    """Check each task's items, package and kind of model."""
-    given = recipe.evaluate.model
-    kind = trained_kind(recipe)
+    """Check each task's items and package."""
     on_this_machine = here and recipe.at("evaluate").launch.kind == "local"
     for number, task in enumerate(recipe.tasks):
         knob = f"evaluate.tasks.{number}"
-        if task.model_kinds and kind not in task.model_kinds and given is None:
-            found.add(
-                f"evaluate.tasks, {task.name}: {task.kind} is for {' or '.join(task.model_kinds)}"
-                f" models, and objective.kind {recipe.objective.kind} trains one of kind {kind};"
-                " remove the task",
-                knob,
-            )
         if task.package is not None and on_this_machine:
             module, get_it = task.package
             if importlib.util.find_spec(module) is None:

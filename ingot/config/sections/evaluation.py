@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
@@ -12,28 +11,11 @@ from pydantic import Field, model_validator
 from ingot.config.doors import TASKS
 from ingot.config.section import ByKind, KindSettings, Positive, Section
 from ingot.config.sections.grpo import GRPOSettings
-from ingot.config.sections.objective import ObjectiveSettings
+from ingot.config.sections.objective import Documents, ObjectiveSettings
 from ingot.config.sections.rewards import Reward
 
-CompressorName = Literal["gzip", "xz"]
 Baseline = Literal["gzip", "xz", "bigram"]
 """What a loss is compared with: two general compressors, and a bigram of the same tokens."""
-
-
-def compressors_of(baselines: Sequence[Baseline]) -> list[CompressorName]:
-    """Those of the baselines that compress texts."""
-    return [name for name in ("gzip", "xz") if name in baselines]
-
-
-def why_not_compressed(baselines: Sequence[Baseline], columns: Sequence[str]) -> str | None:
-    """Why baselines cannot be had where documents are held out of these existing `columns`."""
-    if not columns or not compressors_of(baselines):
-        return None
-    return (
-        f"evaluate.tasks: {' and '.join(compressors_of(baselines))} compress held-out texts, and"
-        f" {columns[0]} holds ids alone; remove them (`bigram` stays), or hold out documents of"
-        " other sources by data.validation=[{source: PATH}]"
-    )
 
 
 class TaskSettings(KindSettings):
@@ -52,9 +34,11 @@ class TaskSettings(KindSettings):
     """
     item_columns: ClassVar[tuple[str, ...]] = ()
     """The columns that the records of `sources` must have; empty: that is not known beforehand."""
+    document_kinds: ClassVar[tuple[Documents, ...]] = ()
+    """The kinds of held-out document that it can be measured on; empty: all."""
     metric_names: ClassVar[tuple[str, ...]] = ()
     """What its metrics are called after `NAME/`, all that there may be; empty: that is not known
-    beforehand.
+    beforehand, or not without the objective (`metrics_with`).
     """
     package: ClassVar[tuple[str, str] | None] = None
     """The module that it needs, and the command that installs it."""
@@ -83,6 +67,40 @@ class TaskSettings(KindSettings):
         """The same task with what stands for knobs that were left empty."""
         return self
 
+    def metrics_with(self, objective: ObjectiveSettings) -> tuple[str, ...]:
+        """What its metrics are called in a recipe with this objective, as `metric_names`."""
+        return self.metric_names
+
+    def why_not(self, objective: ObjectiveSettings, kind: str | None) -> str | None:
+        """Why it cannot be measured on documents of this objective and a model of this kind (None:
+        not known), in words.
+        """
+        if self.model_kinds and kind is not None and kind not in self.model_kinds:
+            return (
+                f"{self.kind} is for {' or '.join(self.model_kinds)} models, and objective.kind"
+                f" {objective.kind} trains one of kind {kind}; remove the task"
+            )
+        held_out = objective.training_documents
+        if self.needs_held_out and self.document_kinds and held_out not in self.document_kinds:
+            instead = ", or give it a `source`" if "source" in type(self).model_fields else ""
+            return (
+                f"{self.kind} is measured on {' or '.join(self.document_kinds)} documents, and"
+                f" objective.kind {objective.kind} has {held_out} documents; remove the"
+                f" task{instead}"
+            )
+        return None
+
+
+_LIKELIHOOD = ("loss", "perplexity", "bits_per_byte")
+LOSS_METRICS: dict[Documents, tuple[str, ...]] = {
+    **dict.fromkeys(("text", "chat", "pair"), _LIKELIHOOD),
+    "preference": (*_LIKELIHOOD, "accuracy", "margin"),
+    "rated": (*_LIKELIHOOD, "accuracy"),
+    "labelled": ("loss",),
+    "masked": ("loss", "perplexity"),
+}
+"""The metrics of `loss` on each kind of document, all that there may be."""
+
 
 class LossTask(TaskSettings):
     """Loss, perplexity and bits per byte on the validation documents, of texts also for each of
@@ -94,7 +112,6 @@ class LossTask(TaskSettings):
 
     implementation = "ingot.evaluate.tasks.loss:open_loss"
     needs_rows = True
-    metric_names = ("loss", "perplexity", "bits_per_byte", "accuracy", "margin")
 
     kind: Literal["loss"] = "loss"
     """Which evaluation."""
@@ -109,6 +126,9 @@ class LossTask(TaskSettings):
     @property
     def baseline_names(self) -> list[Baseline]:
         return list(self.baselines)
+
+    def metrics_with(self, objective: ObjectiveSettings) -> tuple[str, ...]:
+        return self.metric_names or LOSS_METRICS[objective.training_documents]
 
 
 class HellaSwagTask(TaskSettings):
@@ -172,6 +192,7 @@ class RougeTask(TaskSettings):
 
     implementation = "ingot.evaluate.tasks.rouge:open_rouge"
     model_kinds = ("decoder", "seq2seq")
+    document_kinds = ("pair", "chat")
     item_columns = ("source", "target")
     package = ("rouge_score", "pip install 'ingot[rouge]'")
     metric_names = ("rouge1", "rouge2", "rougeL", "rougeLsum")
@@ -217,18 +238,33 @@ class RougeTask(TaskSettings):
     def needs_held_out(self) -> bool:
         return self.source is None
 
+    def why_not(self, objective: ObjectiveSettings, kind: str | None) -> str | None:
+        if self.beams > 1 and kind == "decoder":
+            return (
+                f"beams {self.beams} is for seq2seq models, and objective.kind {objective.kind}"
+                " trains a decoder; set it to 1"
+            )
+        return super().why_not(objective, kind)
+
 
 class ClassificationTask(TaskSettings):
     """Accuracy and F1 of a classifier on labelled documents."""
 
     implementation = "ingot.evaluate.tasks.classification:open_classification"
     model_kinds = ("encoder",)
+    document_kinds = ("labelled",)
     needs_rows = True
+    most_classes: ClassVar[int] = 20
+    """Of more classes none has a metric of its own."""
 
     kind: Literal["classification"]
     """Which evaluation."""
     name: str = "classification"
     """The name that its metrics carry in the report."""
+
+    def metrics_with(self, objective: ObjectiveSettings) -> tuple[str, ...]:
+        names = objective.class_names if len(objective.class_names) <= self.most_classes else []
+        return self.metric_names or ("accuracy", "f1", *(f"f1_{name}" for name in names))
 
 
 class PreferenceTask(TaskSettings):
@@ -238,6 +274,7 @@ class PreferenceTask(TaskSettings):
 
     implementation = "ingot.evaluate.tasks.preference:open_preference"
     model_kinds = ("encoder",)
+    document_kinds = ("preference",)
     needs_rows = True
     metric_names = ("accuracy", "margin", "loss")
 
@@ -252,6 +289,7 @@ class RewardTask(TaskSettings):
 
     implementation = "ingot.evaluate.tasks.reward:open_reward"
     model_kinds = ("decoder",)
+    document_kinds = ("chat",)
     own_names: ClassVar[tuple[str, ...]] = ("mean", "finished", "failed")
     """What its metrics are called beside those of single rewards, which have the reward's name."""
 
@@ -269,6 +307,16 @@ class RewardTask(TaskSettings):
     @property
     def needs_held_out(self) -> bool:
         return True
+
+    def metrics_with(self, objective: ObjectiveSettings) -> tuple[str, ...]:
+        labels = [reward.label for reward in self.rewards]
+        # A single reward has no metric beside the mean.
+        return self.metric_names or (*self.own_names, *(labels if len(labels) > 1 else []))
+
+    def why_not(self, objective: ObjectiveSettings, kind: str | None) -> str | None:
+        if (problem := super().why_not(objective, kind)) or self.rewards:
+            return problem
+        return "there is no reward; set its `rewards`"
 
     def resolved(self, objective: ObjectiveSettings) -> Self:
         """Raises ValueError if a reward's metric would take the place of one of the task's own."""

@@ -26,7 +26,6 @@ from ingot.evaluate.tasks.loss import comparison_set, open_held_out
 from ingot.models.native.head import LogitsView
 
 Numbers = npt.NDArray[np.int64]
-MAX_REPORTED_CLASSES = 20
 
 
 @dataclass(frozen=True)
@@ -168,7 +167,7 @@ def f1_metrics(
         )
 
     found = {f"{task}/f1": metric(macro_f1)}
-    if len(labels) <= MAX_REPORTED_CLASSES:
+    if len(labels) <= ClassificationTask.most_classes:
         for number in np.flatnonzero(~np.isnan(class_f1(units.sum(axis=0)))).tolist():
             found[f"{task}/f1_{labels[number]}"] = metric(partial(_one_f1, number))
     return found

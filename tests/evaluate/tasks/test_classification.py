@@ -17,7 +17,7 @@ from ingot.data.batches.rows import open_rows
 from ingot.data.batches.samples import Samples
 from ingot.evaluate.subject import TaskResult
 from ingot.evaluate.tasks import check, measure
-from ingot.evaluate.tasks.classification import MAX_REPORTED_CLASSES, f1_metrics
+from ingot.evaluate.tasks.classification import f1_metrics
 from ingot.parallel.mesh import running_mesh
 from tests import tolerances
 from tests.evaluate.small_models import place_model, subject_in
@@ -72,7 +72,11 @@ def test_classes_that_nobody_has_do_not_count() -> None:
     )
     assert set(found) == {"t/f1", "t/f1_a", "t/f1_c"}
     many = f1_metrics(
-        "t", [str(number) for number in range(MAX_REPORTED_CLASSES + 1)], label, chosen, "set"
+        "t",
+        [str(number) for number in range(ClassificationTask.most_classes + 1)],
+        label,
+        chosen,
+        "set",
     )
     assert set(many) == {"t/f1"}
 

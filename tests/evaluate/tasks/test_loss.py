@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ingot.base.errors import WrongInput
 from ingot.config.recipe import Recipe
-from ingot.config.sections.evaluation import LossTask
+from ingot.config.sections.evaluation import LOSS_METRICS, LossTask
 from ingot.data.batches.rows import open_rows
 from ingot.data.batches.samples import Samples
 from ingot.data.columns.manifest import PreparedSource
@@ -161,7 +161,7 @@ def test_preferences_as_transformers_has_them(made: Callable[[str], Recipe]) -> 
     )
     assert found.metrics["loss/accuracy"].value == pytest.approx(float((rejected > chosen).mean()))
     assert 0 < found.metrics["loss/accuracy"].value < 1
-    assert set(found.metrics) == {f"loss/{name}" for name in LossTask.metric_names}
+    assert set(found.metrics) == {f"loss/{name}" for name in LOSS_METRICS["preference"]}
     assert found.metrics["loss/margin"].value == pytest.approx(
         float((rejected - chosen).mean()), rel=tolerances.NLL_FP32, abs=tolerances.LOGPROB
     )
@@ -196,6 +196,16 @@ def test_good_answers_are_counted_and_compared_with_bad_ones(
     assert found.metrics["loss/loss"].value == pytest.approx(
         sum(one["nats"] for one in liked) / sum(one["targets"] for one in liked)
     )
+
+
+@pytest.mark.parametrize("documents", KINDS)
+def test_what_is_measured_of_each_kind_of_document_is_known_before(
+    documents: str, made: Callable[[str], Recipe]
+) -> None:
+    """By that a gate is refused whose metric nothing could give."""
+    recipe = made(documents)
+    names = LossTask().metrics_with(recipe.objective)
+    assert set(measured(recipe).metrics) == {f"loss/{name}" for name in names}
 
 
 @pytest.mark.drawn
