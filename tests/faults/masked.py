@@ -209,4 +209,12 @@ FAULTS = [
         "rows of several masked texts are longer than data.seq_len",
         BY_PACKED,
     ),
+    Fault(
+        "all-hidden-but-one",
+        "ingot/data/batches/masking.py",
+        "np.uint64(round(min(share, 1.0) * 2**53))",
+        "np.uint64(round(min(share, 1.0 - 1e-3) * 2**53))",
+        "of tokens that are all to become the mask token, one in a thousand stays to be copied",
+        "tests/data/batches/test_masking.py",
+    ),
 ]

@@ -8,8 +8,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from ingot.config.section import Share
 from ingot.config.sections.objective import ObjectiveSettings
+
+Probability = Annotated[float, Field(ge=0, le=1)]
 
 
 class MLMSettings(ObjectiveSettings):
@@ -25,9 +26,9 @@ class MLMSettings(ObjectiveSettings):
     """The way of training."""
     mlm_probability: Annotated[float, Field(gt=0, lt=1)] = 0.15
     """The share of the tokens that the model is asked for."""
-    mask_replace_prob: Share = 0.8
+    mask_replace_prob: Probability = 0.8
     """The share of those that become the tokenizer's mask token."""
-    random_replace_prob: Share = 0.1
+    random_replace_prob: Probability = 0.1
     """The share of those that become any token of the vocabulary. The rest stay as they are."""
     whole_word_mask: bool = False
     """Whether the tokens of a word are asked for together or not at all; the share is then one of
@@ -42,5 +43,10 @@ class MLMSettings(ObjectiveSettings):
                 f"mask_replace_prob {self.mask_replace_prob:g} and random_replace_prob"
                 f" {self.random_replace_prob:g} are {total:g} together; lower one of them to have"
                 " at most 1"
+            )
+        if not total:
+            raise ValueError(
+                "mask_replace_prob and random_replace_prob are both 0, so that the model sees every"
+                " token that it is asked for; raise one of them"
             )
         return self
