@@ -140,6 +140,34 @@ def test_all_ways_to_hold_nothing_out_are_one(way: object) -> None:
             {"kind": "grpo", "rewards": [{"kind": "exact", "at_once": 9}]},
             "at_once 9 is for rewards",
         ),
+        (
+            "objective",
+            {"kind": "grpo", "rewards": [{"kind": "exact", "retries": 2}]},
+            "retries 2 is for rewards",
+        ),
+        (
+            "objective",
+            {"kind": "grpo", "rewards": [{"kind": "length", "least": 6, "most": 5}]},
+            "least 6 is more than most 5, so that no answer can have the value 1",
+        ),
+        (
+            "objective",
+            {
+                "kind": "grpo",
+                "rewards": [{"kind": "exact", "weight": 0}, {"kind": "numeric", "weight": 0}],
+            },
+            "rewards all have weight 0",
+        ),
+        (
+            "objective",
+            {"kind": "kto", "desirable_weight": 0, "undesirable_weight": 0},
+            "desirable_weight and undesirable_weight are both 0",
+        ),
+        (
+            "objective",
+            {"kind": "mlm", "mask_replace_prob": 0, "random_replace_prob": 0},
+            "mask_replace_prob and random_replace_prob are both 0",
+        ),
     ],
     ids=[
         "weight of what is held out",
@@ -150,6 +178,11 @@ def test_all_ways_to_hold_nothing_out_are_one(way: object) -> None:
         "a split of no source",
         "time of what is at once",
         "how many of what is one by one",
+        "another try of what does not fail",
+        "a length that none has",
+        "rewards that do not count",
+        "answers that do not count",
+        "tokens that are not hidden",
     ],
 )
 def test_what_would_have_no_effect_is_refused(
@@ -157,6 +190,16 @@ def test_what_would_have_no_effect_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=says):
         recipe(**{section: values})
+
+
+def test_what_has_some_effect_is_not_refused() -> None:
+    rewards = [
+        {"kind": "length", "least": 5, "most": 5},
+        {"kind": "exact", "weight": 0},  # which is logged beside the others
+        {"kind": "python", "function": "a:b", "retries": 2},
+    ]
+    assert recipe(objective={"kind": "grpo", "rewards": rewards})
+    assert recipe(objective={"kind": "kto", "undesirable_weight": 0})
 
 
 @pytest.mark.parametrize("span", [(5, 2), (5, 5)])

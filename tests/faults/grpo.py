@@ -309,4 +309,12 @@ FAULTS = [
         "a training goes on without the reward whose server is gone, and learns something else",
         by="tests/train/rollout/test_rollout.py",
     ),
+    Fault(
+        "rewards-without-weight",
+        "ingot/config/sections/grpo.py",
+        "if not any(reward.weight for reward in self.rewards):",
+        "if False:",
+        "a training whose rewards all count nothing runs to its end and learns nothing",
+        "tests/config/test_recipe.py",
+    ),
 ]

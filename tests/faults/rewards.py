@@ -337,4 +337,12 @@ FAULTS = [
         "no code can be judged on a server where root's files are private, whatever one allows it",
         "tests/rewards/sandbox/test_escapes.py",
     ),
+    Fault(
+        "length-that-no-answer-has",
+        "ingot/config/sections/rewards.py",
+        "if self.most is not None and self.least > self.most:",
+        "if False:",
+        "a reward that no answer can have in full is trained on",
+        "tests/config/test_recipe.py",
+    ),
 ]

@@ -152,6 +152,11 @@ class GRPOSettings(ObjectiveSettings):
 
     @model_validator(mode="after")
     def _consistent(self) -> GRPOSettings:
+        if not any(reward.weight for reward in self.rewards):
+            raise ValueError(
+                "rewards all have weight 0, so that every answer is worth the same and nothing is"
+                " learnt; give one of them another weight"
+            )
         if self.reference is not None and not self.kl:
             raise ValueError(
                 f"reference {self.reference} is never asked while kl is 0; set kl above 0, or"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fractions import Fraction
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from ingot.config.doors import OBJECTIVES
 from ingot.config.section import ByKind, KindSettings, Share
@@ -78,9 +78,7 @@ class ObjectiveSettings(KindSettings):
 
     @property
     def writes(self) -> bool:
-        """Whether the model that is trained writes texts; an encoder gives classes, scores or the
-        tokens that are hidden from it.
-        """
+        """Whether the model that is trained writes texts, as no encoder does."""
         return self.native or self.training_documents == "pair" or self.spans is not None
 
     @property
@@ -316,6 +314,15 @@ class KTOSettings(ObjectiveSettings):
     """Model that the policy is measured against, as for `dpo`. Empty: the model that training
     starts from.
     """
+
+    @model_validator(mode="after")
+    def _some_answers_count(self) -> KTOSettings:
+        if not self.desirable_weight and not self.undesirable_weight:
+            raise ValueError(
+                "desirable_weight and undesirable_weight are both 0, so that no answer counts and"
+                " nothing is learnt; raise one of them"
+            )
+        return self
 
 
 class DistillSettings(ObjectiveSettings):

@@ -50,8 +50,10 @@ class RewardSettings(KindSettings):
 
     @model_validator(mode="after")
     def _elsewhere(self) -> RewardSettings:
-        """Refuse bounds of a process or thread for what is computed without one."""
-        for knob in ("timeout", "at_once") if self.where == "here" else ():
+        """Refuse bounds of a process or thread, and tries after its failure, for what is computed
+        without one.
+        """
+        for knob in ("timeout", "retries", "at_once") if self.where == "here" else ():
             if getattr(self, knob) != type(self).model_fields[knob].default:
                 raise ValueError(
                     f"{knob} {getattr(self, knob):g} is for rewards that a process or thread of"
@@ -316,7 +318,18 @@ class LengthReward(RewardSettings):
     most: Annotated[int, Field(ge=0)] | None = None
     """The most that have the value 1; empty: no limit."""
     margin: Annotated[int, Field(ge=0)] = 0
-    """Over so many fewer or more the value falls in a straight line to 0."""
+    """With so many fewer or more the value is still above 0, to which it falls in a straight line:
+    with 2 by 2/3, 1/3 and 0.
+    """
+
+    @model_validator(mode="after")
+    def _some_length_is_right(self) -> LengthReward:
+        if self.most is not None and self.least > self.most:
+            raise ValueError(
+                f"least {self.least} is more than most {self.most}, so that no answer can have the"
+                " value 1; swap them, or remove one"
+            )
+        return self
 
     @property
     def reads_reference(self) -> bool:
