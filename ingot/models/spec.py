@@ -15,6 +15,7 @@ from ingot.config.models.source import (
     ModelKind,
     check_lengths,
     check_trained_type,
+    learned_positions,
     source_config,
     source_folder,
     starts_random,
@@ -98,7 +99,8 @@ def resolve_model_spec(
                 side_by_side=recipe.pack == "best_fit",
             )
     written = config.target_positions if isinstance(config, HFConfig) else None
-    check_lengths(recipe, config.max_position_embeddings, written)
+    learned = learned_positions(values, random=random)
+    check_lengths(recipe, config.max_position_embeddings, written, learned=learned)
     if ids > config.vocab_size:
         raise WrongInput(
             f"the tokenizer has {ids} ids, the model {source} only {config.vocab_size}; "

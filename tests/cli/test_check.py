@@ -333,6 +333,38 @@ def test_positions_of_encoders_and_of_what_writes(place: Path) -> None:
     assert positions("model.source=preset:t5-mini", "objective.kind=seq2seq") == [], "T5 has none"
 
 
+def test_positions_that_were_learned_cannot_become_more(place: Path) -> None:
+    """Else it is told by `train`, after all data are prepared."""
+    labelled = "objective={kind: classify, labels: [a, b]}"
+    gpt2 = {"model_type": "gpt2", "n_positions": 64}
+    llama = {"model_type": "llama", "max_position_embeddings": 64}
+    deberta = {"model_type": "deberta-v2", "max_position_embeddings": 64}
+    learned = write_model(place, "bert", model_type="bert", max_position_embeddings=64)
+
+    def told(*overrides: str) -> list[str]:
+        lines = found(*overrides, labelled, verbs=("train",)).wrong
+        return [line for line in lines if "positions" in line]
+
+    (line,) = told(learned, "data.seq_len=65")
+    assert line.endswith("64 positions; lower data.seq_len"), "and no more than that"
+    more = "model.config.max_position_embeddings=128"
+    (line,) = told(learned, "data.seq_len=65", more)
+    assert "max_position_embeddings 128: the weights of bert have learned 64 positions" in line
+    assert told(learned, "data.seq_len=65", more, "model.init=random") == []
+    (line,) = told(learned, "data.seq_len=65", "model.init=random")
+    assert line.endswith("or set model.config.max_position_embeddings")
+    (line,) = told(write_model(place, "gpt2", **gpt2), "model.config.n_positions=128")
+    assert "model.config.n_positions 128: the weights of gpt2 have learned 64" in line
+    for name, values in (
+        ("rotary", llama),
+        ("relative", deberta | {"position_biased_input": False}),
+    ):
+        source = write_model(place, name, **values)
+        (line,) = told(source, "data.seq_len=65")
+        assert line.endswith("or set model.config.max_position_embeddings"), name
+        assert told(source, "data.seq_len=65", more) == [], name
+
+
 def test_a_teacher_and_a_reference_must_fit(place: Path, prepared_root: Path) -> None:
     source = TINY_MODEL | {"model_type": "llama", "max_position_embeddings": 32}
     write_model(place, "teacher", vocab_size=320, **source)

@@ -21,8 +21,10 @@ from ingot.config.models.family import sizes
 from ingot.config.models.source import (
     check_lengths,
     check_lora,
+    check_positions,
     check_trained_type,
     config_folder,
+    learned_positions,
     model_config,
     named_config,
     named_folder,
@@ -72,7 +74,8 @@ def check_model(recipe: Recipe, found: Findings) -> dict[str, Any] | None:
     if kind != "decoder":
         found.ask(check_trained_type, recipe, values, where, at="model.source")
         if (most := _encoder_positions(values)) is not None:
-            found.ask(check_lengths, recipe, most)
+            learned = learned_positions(values, random=values[RANDOM])
+            found.ask(partial(check_lengths, learned=learned), recipe, most)
         return values
     positions = found.ask(_positions, values, where)
     if positions is not None:
@@ -87,7 +90,9 @@ def _model_values(model: ModelSettings) -> dict[str, Any]:
     folder = config_folder(model)
     random = starts_random(model, folder)
     check_lora(model, random=random)
-    return source_config(model, folder) | {RANDOM: random}
+    values = source_config(model, folder) | {RANDOM: random}
+    check_positions(model, folder, random=random)
+    return values
 
 
 def _positions(config: Mapping[str, Any], where: str) -> int:

@@ -18,6 +18,8 @@ from ingot.config.models.lineage import model_again, tell_earlier_model
 from ingot.config.models.presets import PRESETS, THROUGH_TRANSFORMERS, preset
 from ingot.config.models.rotary import overridden
 from ingot.config.models.types import (
+    LEARNED_POSITIONS,
+    POSITION_KEYS,
     PROVED,
     READS_LAST,
     SIDE_BY_SIDE,
@@ -283,9 +285,31 @@ def starts_random(model: ModelSettings, folder: Path | None) -> bool:
     return model.init == "random" or folder is None
 
 
-def check_lengths(recipe: Recipe, positions: int, written: int | None = None) -> None:
+def learned_positions(values: Mapping[str, Any], *, random: bool) -> bool:
+    """Whether a model has as many positions as its weights have learned, and cannot have more."""
+    # DeBERTa V3 has but relative ones.
+    has_vectors = values.get("position_biased_input") is not False
+    return not random and has_vectors and values.get("model_type") in LEARNED_POSITIONS
+
+
+def check_positions(model: ModelSettings, folder: Path | None, *, random: bool) -> None:
+    """Raises WrongInput if `model.config` changes how many positions weights have learned."""
+    if folder is None or not learned_positions(config := model_config(folder), random=random):
+        return
+    for key in POSITION_KEYS:
+        have, wanted = config.get(key), model.config.get(key, config.get(key))
+        if wanted != have:
+            raise WrongInput(
+                f"model.config.{key} {wanted}: the weights of {model.source} have learned {have}"
+                " positions, and have no others; remove it, or set model.init to random"
+            )
+
+
+def check_lengths(
+    recipe: Recipe, positions: int, written: int | None = None, *, learned: bool = False
+) -> None:
     """Raises WrongInput if rows are longer than the model's `positions`; `written`: positions of
-    targets, if different.
+    targets, if different; `learned`: as `learned_positions` says.
     """
     longest = {"data.seq_len": (recipe.data.seq_len, positions)}
     if recipe.documents == "pair":
@@ -295,8 +319,8 @@ def check_lengths(recipe: Recipe, positions: int, written: int | None = None) ->
     for knob, (length, most) in longest.items():
         if length > most:
             raise WrongInput(
-                f"{knob} {length} exceeds the model's {most} positions; lower {knob} or set"
-                " model.config.max_position_embeddings"
+                f"{knob} {length} exceeds the model's {most} positions; lower {knob}"
+                f"{'' if learned else ' or set model.config.max_position_embeddings'}"
             )
 
 

@@ -116,6 +116,18 @@ BEHIND_PADDING = _names(
     "xlm-roberta-xl"
 )
 """Encoders whose position ids start after the one of padding."""
+LEARNED_POSITIONS = _names(
+    "bart mbart blenderbot blenderbot-small led mvp plbart bert roberta xlm-roberta camembert "
+    "distilbert electra deberta deberta-v2 mpnet albert data2vec-text ernie flaubert ibert "
+    "longformer megatron-bert mobilebert rembert roberta-prelayernorm xlm xlm-roberta-xl gpt2 "
+    "gpt-sw3 gpt_bigcode gpt_neo opt biogpt openai-gpt"
+)
+"""Types with a vector for each position, which is learned: their weights have no others."""
+POSITION_KEYS = _names(
+    "max_position_embeddings n_positions max_encoder_position_embeddings "
+    "max_decoder_position_embeddings"
+)
+"""What their configurations call the number of positions."""
 SIDE_BY_SIDE = _names("bert roberta xlm-roberta camembert distilbert electra")
 """Masked language models that take positions and a mask between any two tokens, so that several
 texts of a row do not see each other (tests/models/hf/test_side_by_side.py).

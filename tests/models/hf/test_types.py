@@ -5,6 +5,7 @@ answers, its files in both directions, and that neither padding nor other rows c
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from ingot.config.models.source import check_model_type
 from ingot.config.models.types import (
     BEHIND_PADDING,
     ENDS_AT_EOS,
+    LEARNED_POSITIONS,
     LIKE_BART,
     POSITIONED,
     PROVED,
@@ -126,6 +128,12 @@ def labels_of(kind: HFKind) -> Tensor:
 )
 def test_a_type_is_transformers_own(kind: HFKind, case: str, tmp_path: Path) -> None:
     model, (tokens, segments), labels = made(kind, case), rows(), labels_of(kind)
+    learned = [
+        name
+        for name, tensor in model.inner.named_parameters()
+        if tensor.requires_grad and re.search(r"(position|\bwpe\b)\w*\.weight$", name)
+    ]
+    assert bool(learned) == (model.config.model_type in LEARNED_POSITIONS), learned
     opened = reference(model, tmp_path / "ours")
     filled = tokens.masked_fill(segments == 0, model.config.pad)
     if model.config.model_type == "xlnet":  # its tokenizer pads before the text
