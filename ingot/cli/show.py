@@ -178,7 +178,7 @@ def rewards(
         typer.Option(
             "--samples",
             metavar="FILE",
-            help="JSON lines with `answer`, and `prompt`, `reference`, `finished`.",
+            help="JSON lines with `answer`, and `prompt`, `reference`, `finished`, `alone`.",
             show_default=False,
         ),
     ],

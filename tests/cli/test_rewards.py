@@ -4,6 +4,7 @@ check` refuses what cannot work on this machine.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Literal
@@ -12,7 +13,7 @@ import pytest
 
 from ingot.base.errors import WrongInput
 from ingot.cli.check.recipe import findings
-from ingot.cli.views.rewards import read_samples, show_rewards
+from ingot.cli.views.rewards import FIELDS, read_samples, show_rewards
 from ingot.config.doors import BUILT_IN
 from ingot.config.load import read_with_origins
 from ingot.config.sections.objective import PretrainSettings
@@ -64,6 +65,13 @@ def test_samples_are_read(tmp_path: Path) -> None:
 def test_a_line_that_is_no_sample_is_named(tmp_path: Path, line: object, message: str) -> None:
     with pytest.raises(WrongInput, match=message):
         read_samples(write(tmp_path, LINES[0], line))
+
+
+def test_a_sample_is_told_all_that_a_training_tells(tmp_path: Path) -> None:
+    """Else a reward that asks whether there are other turns cannot be tried."""
+    assert list(FIELDS) == [field.name for field in dataclasses.fields(Sample)]
+    (sample,) = read_samples(write(tmp_path, {"answer": "4", "alone": False}))
+    assert sample == Sample("", "4", alone=False)
 
 
 def test_a_sample_holds_any_letter(tmp_path: Path) -> None:

@@ -22,7 +22,14 @@ from ingot.rewards.build import build_rewards
 from ingot.rewards.protocol import RewardScores, Sample
 
 MOST_CHARACTERS = 48
-FIELDS: dict[str, type] = {"prompt": str, "answer": str, "reference": str, "finished": bool}
+FIELDS: dict[str, type] = {
+    "prompt": str,
+    "answer": str,
+    "reference": str,
+    "finished": bool,
+    "alone": bool,
+}
+"""Those of a `Sample`, whose docstrings say what they are."""
 
 
 def show_rewards(arguments: list[str], file: Path, *, as_json: bool) -> int:

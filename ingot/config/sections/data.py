@@ -32,8 +32,9 @@ class SourceSettings(Section):
     for a sum in a given form, or `builtin:keeper`, 218 chats of all kinds in one voice.
     """
     format: Literal["auto", "jsonl", "parquet", "csv", "tsv", "text", "arrow", "wikipedia"] = "auto"
-    """File format; `auto` goes by the ending (`.jsonl[.gz|.zst]`, `.json`, `.parquet`, `.csv`,
-    `.tsv`, `.arrow`, a `pages-articles` dump; everything else is text, one document a file).
+    """File format; `auto` goes by the ending (`.jsonl` or `.ndjson`, `.json`, `.parquet`, `.csv`,
+    `.tsv`, `.arrow`, a `pages-articles` dump; everything else is text, one document a file). All
+    but Parquet and Arrow may be compressed (`.gz`, `.zst` or `.bz2` behind it).
     """
     split: str = "train"
     """Which split of a Hugging Face data set, as a whole: `fraction` takes a part. Of files those

@@ -74,8 +74,9 @@ class GRPOSettings(ObjectiveSettings):
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Logits are divided by it, in sampling and in training alike: it is part of the policy."""
     updates: Positive = 1
-    """Optimizer steps on the same answers before new ones are drawn. With 1 each answer is used by
-    the policy that gave it, and the ratio is 1. An epoch has so many times the steps.
+    """Optimizer steps on the same answers before new ones are drawn. With 1, and `staleness` 0,
+    each answer is used by the policy that gave it, and the ratio is 1, to rounding. An epoch has so
+    many times the steps.
     """
     staleness: Annotated[int, Field(ge=0)] = 0
     """How many rollouts the weights that answers are sampled from are behind: with N, rollout n

@@ -27,7 +27,7 @@ class EarlyStop(Section):
     patience: Positive = 3
     """Evaluations in a row without improvement before training stops."""
     min_delta: Annotated[float, Field(ge=0)] = 0.0
-    """An improvement smaller than this, in the metric's units, does not count."""
+    """Only an improvement by more than this, in the metric's units, counts."""
     metric: str = "loss"
     """What must improve: `loss`, the objective's own on the validation rows, or a metric of
     `train.evaluate_tasks`, such as `hellaswag/accuracy_norm`.

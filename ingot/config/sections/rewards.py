@@ -201,7 +201,9 @@ class JsonSchemaReward(RewardSettings):
     files or addresses are not followed.
     """
     block: bool = False
-    """Whether the JSON is the answer's last fenced code block, rather than the whole answer."""
+    """Whether the JSON is the answer's last fenced code block without a language or with `json`,
+    rather than the whole answer; an answer without one has the value 0.
+    """
     timeout: Seconds = 5.0
     """Seconds that one answer may take: a schema may have patterns."""
 
@@ -229,8 +231,8 @@ class PythonReward(RewardSettings):
     """Which reward."""
     function: Annotated[str, Field(pattern=r"^[^:]+:[A-Za-z_][A-Za-z0-9_.]*$")]
     """`package.module:name` or `path/to/file.py:name`. It is called with an
-    `ingot.rewards.protocol.Sample` (`prompt`, `answer`, `reference`, `finished`) and returns a
-    number.
+    `ingot.rewards.protocol.Sample` (`prompt`, `answer`, `reference`, `finished`, `alone`) and
+    returns a number.
     """
     arguments: FreeValues = {}
     """Further arguments by name: what JSON can hold, so that it is the same on every machine."""
@@ -245,7 +247,7 @@ class PythonReward(RewardSettings):
 
 class HttpReward(RewardSettings):
     """What a server answers to `POST` of the sample as JSON: `{"prompt", "answer", "reference",
-    "finished"}` in, a number or an object with one out.
+    "finished", "alone"}` in, a number or an object with one out.
     """
 
     implementation = "ingot.rewards.http:Http"
@@ -263,7 +265,8 @@ class HttpReward(RewardSettings):
     """Seconds that one request may take, from connecting to the last byte."""
     retries: Annotated[int, Field(ge=0, le=20)] = 3
     """How often a request is sent again, after 0.5, 1, 2, ... seconds, where the server does not
-    answer, is busy (429) or fails (5xx). A refusal (other 4xx) is final.
+    answer, is busy (408, 425, 429) or fails (5xx). Any other status is final, 3xx too: no redirect
+    is followed.
     """
     at_once: Positive = 16
     """Requests under way at the same time."""
