@@ -77,7 +77,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "rouge": "ingot.config.sections.evaluation:RougeTask",
         "classification": "ingot.config.sections.evaluation:ClassificationTask",
         "preference": "ingot.config.sections.evaluation:PreferenceTask",
-        "reward": "ingot.config.sections.evaluation:RewardTask",
+        "reward": "ingot.config.sections.reward_task:RewardTask",
         "lm_eval": "ingot.config.sections.evaluation:LMEvalTask",
     },
     # Settings (ingot.config.sections.rewards.RewardSettings); the `kind` of each of a list of

@@ -14,12 +14,12 @@ from ingot.config.sections.evaluation import (
     Evaluate,
     LossTask,
     PreferenceTask,
-    RewardTask,
     Task,
     TaskSettings,
 )
 from ingot.config.sections.loop import seconds_of
 from ingot.config.sections.objective import ObjectiveSettings
+from ingot.config.sections.reward_task import RewardTask
 from ingot.config.sections.training import Train
 
 CompressorName = Literal["gzip", "xz"]

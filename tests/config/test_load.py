@@ -148,8 +148,8 @@ BAD = {
         "train: {evaluate_every: 3, evaluate_tasks: [loss]}\ncheckpoint: {best: loss/perplexityy}",
         (
             "r.yaml:6: checkpoint.best loss/perplexityy is not measured while training, which is"
-            " loss, loss/loss, loss/perplexity, loss/bits_per_byte, loss/accuracy, loss/margin;"
-            " choose one of these, or name its task in train.evaluate_tasks"
+            " loss, loss/loss, loss/perplexity, loss/bits_per_byte; choose one of these, or name"
+            " its task in train.evaluate_tasks"
         ),
     ),
     "vocabulary of a tokenizer that is not trained": (

@@ -14,7 +14,7 @@ from ingot.base.markers import fingerprint
 from ingot.base.progress import say
 from ingot.base.reports import Metric
 from ingot.config.identity import rewards_identity
-from ingot.config.sections.evaluation import RewardTask
+from ingot.config.sections.reward_task import RewardTask
 from ingot.data.batches.prompts import asked_in, said_in
 from ingot.data.cleaning.documents import read_documents
 from ingot.data.documents.chats import from_chat

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ingot.config.recipe import Recipe
-from ingot.config.sections.evaluation import RewardTask
+from ingot.config.sections.reward_task import RewardTask
 from ingot.data.batches.order import order_of
 from ingot.data.batches.prompts import Prompt, PromptReader, check_prompts
 from ingot.data.batches.rows import Rows, open_rows

@@ -13,7 +13,7 @@ from ingot.base.environment import Ranks
 from ingot.base.errors import WrongInput
 from ingot.base.reports import Metric
 from ingot.config.recipe import Recipe
-from ingot.config.sections.evaluation import RewardTask
+from ingot.config.sections.reward_task import RewardTask
 from ingot.evaluate.subject import NotJudged, TaskResult
 from ingot.evaluate.tasks import measure, open_task
 from ingot.evaluate.tasks.reward import OpenRewardTask

@@ -16,7 +16,8 @@ import torch
 
 from ingot.base.errors import Failed, WrongInput
 from ingot.config.recipe import Recipe
-from ingot.config.sections.evaluation import RewardTask, RougeTask
+from ingot.config.sections.evaluation import RougeTask
+from ingot.config.sections.reward_task import RewardTask
 from ingot.data.cleaning.documents import read_documents
 from ingot.data.ingest import ingest
 from ingot.data.prepare import prepare
