@@ -1335,4 +1335,20 @@ FAULTS = [
         "a task's items at file:// are rewritten, and its values compare with those on the old ones",
         "tests/config/test_identity.py",
     ),
+    Fault(
+        "first-pass-ends-dropout",
+        "ingot/objectives/forward.py",
+        "    module.train(was_training)\n",
+        "",
+        "KTO trains without dropout once its KL was measured",
+        "tests/objectives/test_kto.py",
+    ),
+    Fault(
+        "first-pass-with-dropout",
+        "ingot/objectives/forward.py",
+        "    module.eval()\n",
+        "",
+        "the KL of KTO has dropout in it",
+        "tests/objectives/test_kto.py",
+    ),
 ]

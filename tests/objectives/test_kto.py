@@ -161,6 +161,16 @@ def test_loss_kl_and_gradients_are_trls(folders: tuple[Path, Path], swapped: boo
     assert_gradients_equal(model, theirs)
 
 
+def test_its_kl_is_of_a_model_without_dropout_which_has_it_again_for_the_loss(
+    folders: tuple[Path, Path],
+) -> None:
+    batch, modes = rated(), list[bool]()
+    model = load_model(folders[0], device=CPU).train()
+    model.register_forward_pre_hook(lambda module, _: modes.append(module.training))
+    losses(model, KTO(0.3, 1.0, 1.0, log_probabilities(folders[1], batch)), [batch])
+    assert modes == [False, True]
+
+
 def kl_of_two_ranks(folders: tuple[Path, Path]) -> float:
     """The KL that a rank has, whose share of the batch is smaller than the other's."""
     batch = rated(5)
