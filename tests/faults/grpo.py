@@ -317,4 +317,12 @@ FAULTS = [
         "a training whose rewards all count nothing runs to its end and learns nothing",
         "tests/config/test_recipe.py",
     ),
+    Fault(
+        "recomputing-ends-training-mode",
+        "ingot/train/rollout/scored.py",
+        "    module.train(was_training)\n",
+        "",
+        "a mixture balances its experts no more once old log-probabilities were recomputed",
+        by="tests/train/rollout/test_old.py",
+    ),
 ]

@@ -11,17 +11,25 @@ import numpy as np
 import pytest
 import torch
 
+from ingot.base.environment import Ranks
 from ingot.config.recipe import Recipe
+from ingot.config.sections.grpo import GRPOSettings
+from ingot.models.native.config import DecoderConfig
+from ingot.models.native.decoder import Decoder
+from ingot.objectives.grpo import GRPO
+from ingot.parallel.mesh import Mesh
 from ingot.train.rollout import sampling
-from ingot.train.rollout.answers import RolloutAnswers
-from ingot.train.rollout.scored import mismatch
+from ingot.train.rollout.answers import RolloutAnswers, make_batches
+from ingot.train.rollout.scored import mismatch, with_recomputed
 from ingot.train.trainer import train
 from tests import tolerances
 from tests.ranks import run_ranks
 from tests.train.rollout.digits import apart, digits_recipe, odd_known
+from tests.train.rollout.test_batches import of_rewards, prompts
 from tests.train.rollout.test_layouts import KL, LAYOUTS, UNEVEN, on_ranks, same_as
 from tests.train.rollout.test_rollout import logged, weights
 from tests.train.stopping import train_until
+from tests.train.test_step import CONFIG
 
 RECOMPUTED = {"old_logprobs": "recomputed"}
 
@@ -59,6 +67,18 @@ def test_the_mismatch_is_that_of_the_tokens_that_are_trained() -> None:
         "sampler/kl": pytest.approx((0 + 3 - np.log(4) - 0.5 + np.log(2)) / 3),
     }
     assert mismatch(answers, np.array([], np.int64), cap=2.0) == {}
+
+
+def test_they_are_computed_in_evaluation_mode_and_training_goes_on_in_its_own() -> None:
+    """In the other one a mixture would balance the load of its experts no more."""
+    settings = GRPOSettings(kind="grpo", group=2, max_answer_tokens=1, rewards=[{"kind": "exact"}])
+    model, modes = Decoder(DecoderConfig.from_hf(CONFIG)).train(), list[bool]()
+    model.register_forward_pre_hook(lambda module, _: modes.append(module.training))
+    alone, answers = Mesh(Ranks(), torch.device("cpu")), of_rewards(np.array([[0.0, 1.0]]))
+    batches = make_batches(answers, settings, prompts, 16, 2, alone)
+    with_recomputed(answers, batches, model, GRPO(settings), "fp32", alone)
+    assert modes == [False]
+    assert model.training
 
 
 def test_what_was_killed_goes_on_with_the_trainers_own(
