@@ -224,6 +224,22 @@ def test_groups_that_teach_nothing_make_room_for_others(ready: Path, tmp_path: P
     assert max(groups) > 4
 
 
+def test_each_rollout_has_sets_of_its_own(
+    ready: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where all of them are drawn each time: the next one goes on behind the last."""
+    drawn, original = list[int](), sampling.AnswerSampler.task
+
+    def task(sampler: Any, number: int) -> Any:
+        drawn.append(number)
+        return original(sampler, number)
+
+    monkeypatch.setattr(sampling.AnswerSampler, "task", task)
+    settings = {"sample_again": 1, "rewards": [{"kind": "exact"}]}
+    train(apart(ready, tmp_path, settings, train__steps=3))
+    assert drawn == [0, 1, 2, 3, 4, 5]
+
+
 def on_ranks(ready: str, target: str) -> None:
     with odd_known():
         train(apart(Path(ready), Path(target), {"kl": 0.1}, train__micro_batch=5, **UNEVEN))
