@@ -368,4 +368,20 @@ FAULTS = [
         "on another machine the mean of checkpoints is made of fewer, and the others are deleted",
         "tests/train/test_mirroring.py",
     ),
+    Fault(
+        "warmup-of-one-step-is-all",
+        "ingot/train/optim/schedules.py",
+        "if settings.warmup < 1 else",
+        "if settings.warmup <= 1 else",
+        "a warm-up of 1 step is taken for the whole training",
+        "tests/train/test_schedule.py",
+    ),
+    Fault(
+        "decay-of-one-step-is-all",
+        "ingot/config/sections/training.py",
+        "if self.decay < 1 else",
+        "if self.decay <= 1 else",
+        "a decay of 1 step is taken for the whole training",
+        "tests/train/test_schedule.py",
+    ),
 ]

@@ -42,6 +42,14 @@ def test_wsd_is_stable_until_its_decay_begins(decay: float, curve: str, half: fl
     assert all(later < earlier for earlier, later in pairwise(values[59:]))
 
 
+@pytest.mark.parametrize("knobs", [{"kind": "constant"}, {"kind": "wsd", "decay": 1}])
+def test_from_1_on_it_is_a_number_of_steps(knobs: dict[str, object]) -> None:
+    """A share of 1 would be a training that only warms up, or only decays."""
+    values = rates(**knobs, warmup=1)
+    assert values[:99] == pytest.approx([2.0] * 99)
+    assert values[99] == pytest.approx(0.2 if "decay" in knobs else 2.0)
+
+
 def test_a_jump_of_the_rate_is_told() -> None:
     """Ten steps more of a schedule that decays over a share of all of them."""
     told = LearningRate(Train(schedule={"kind": "wsd", "warmup": 10}).schedule, 2.0, 100).told  # type: ignore[arg-type]
