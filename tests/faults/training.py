@@ -1351,4 +1351,12 @@ FAULTS = [
         "the KL of KTO has dropout in it",
         "tests/objectives/test_kto.py",
     ),
+    Fault(
+        "one-dropout-for-both-answers",
+        "ingot/train/step.py",
+        "(batch.rows[:, None] * sides + torch.arange(sides)).flatten()",
+        "batch.rows.repeat_interleave(sides)",
+        "both answers of a pair, or both documents of two pairs, have one dropout mask",
+        "tests/train/test_step.py",
+    ),
 ]

@@ -16,8 +16,10 @@ import torch.distributed as dist
 from torch import nn
 
 from ingot.base.errors import WrongInput
+from ingot.config.sections.lora import Lora
 from ingot.config.sections.training import SGD, AdamW, ParameterGroup
 from ingot.data.batches.loader import Batch
+from ingot.models.adapters.lora import add_lora, lora_state
 from ingot.models.native.config import DecoderConfig
 from ingot.models.native.decoder import Decoder
 from ingot.models.parameters import init_weights
@@ -408,3 +410,24 @@ def test_each_step_and_micro_batch_has_a_dropout_of_its_own() -> None:
             dropout.begin_micro_batch(*place, global_batch(0))
             seen.add(torch.initial_seed())
     assert len(seen) == 4
+
+
+def test_both_answers_of_a_pair_have_a_dropout_of_their_own() -> None:
+    """The same in whichever micro-batch the pair is."""
+    model = Decoder(DecoderConfig.from_hf(CONFIG))
+    add_lora(model, Lora(rank=2, dropout=0.5), 7)
+    state = lora_state(model)
+    assert state is not None
+    with running_mesh() as mesh:
+        dropout = step.DropoutSeeds(model, 7, mesh)
+
+        def keys(*pairs: int) -> list[int]:
+            rows = torch.zeros(2 * len(pairs), TIME, dtype=torch.int64)
+            dropout.begin_micro_batch(0, 0, Batch(rows, rows, rows, rows, torch.tensor(pairs)))
+            assert state.rows is not None
+            found: list[int] = state.rows.flatten().tolist()
+            return found
+
+        together = keys(3, 5)
+        assert len(set(together)) == 4
+        assert keys(3) + keys(5) == together
