@@ -1359,4 +1359,12 @@ FAULTS = [
         "both answers of a pair, or both documents of two pairs, have one dropout mask",
         "tests/train/test_step.py",
     ),
+    Fault(
+        "mfu-of-all-ranks",
+        "ingot/train/hooks.py",
+        " / self.mesh.world\n",
+        "\n",
+        "so many ranks are told to use their devices so many times as much",
+        "tests/train/test_hooks.py",
+    ),
 ]

@@ -138,6 +138,22 @@ def test_padding_is_computed_and_is_no_token(tmp_path: Path) -> None:
     assert last["train/mfu"] == pytest.approx(4000 * 1000 / 8e6)
 
 
+def test_the_use_of_a_device_is_its_part_of_what_all_of_them_compute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many times as much was told of so many ranks would be no news to anybody."""
+    monkeypatch.setattr(Mesh, "gather", lambda mesh, mine: [mine] * mesh.world)
+    zero, found = torch.tensor(0.0), []
+    for world in (1, 4):
+        mesh, path = Mesh(Ranks(world=world), torch.device("cpu")), tmp_path / f"{world}.jsonl"
+        work, progress = Workload(1000.0, 8e6, "fp32"), Progress("train", 1, "steps")
+        hook = LogHook([JsonLines(path)], progress, 1, 1, work, mesh, gpu=False, clock=lambda: 1.0)
+        hook.after_step(StepInfo(1, 4, FULL, StepOutcome(zero, zero, zero), 0.1))
+        hook.close()
+        found += [line["train/mfu"] for line in read_lines(path)]
+    assert found == [pytest.approx(400 * 1000 / 8e6), pytest.approx(100 * 1000 / 8e6)]
+
+
 @pytest.mark.parametrize("ranks", [MOST_RANKS, MOST_RANKS + 1])
 def test_many_ranks_are_not_logged_one_by_one(
     ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
