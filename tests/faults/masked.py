@@ -215,6 +215,11 @@ FAULTS = [
         "np.uint64(round(min(share, 1.0) * 2**53))",
         "np.uint64(round(min(share, 1.0 - 1e-3) * 2**53))",
         "of tokens that are all to become the mask token, one in a thousand stays to be copied",
+        "a-word-hidden-in-one-way",
+        "ingot/data/batches/masking.py",
+        "how = mix(each ^ np.uint64(GOLDEN))",
+        "how = mix(chance ^ np.uint64(GOLDEN))",
+        "all tokens of a word are masked, replaced by one and the same token, or kept together",
         "tests/data/batches/test_masking.py",
     ),
 ]

@@ -333,6 +333,12 @@ def test_words_are_those_of_the_library_and_are_masked_as_a_whole(
     asked = labels != IGNORE
     assert share(asked, np.ones_like(asked)) == pytest.approx(0.4, abs=0.03)
     assert share(tokens[asked] == masking.mask, asked[asked]) == pytest.approx(0.8, abs=0.03)
+    # How each of its tokens is hidden is drawn for it alone: two are alike by 0.8 ** 2 + 0.2 ** 2.
+    begin, hidden = len(masking.frame[0]), tokens == masking.mask
+    within = np.flatnonzero(~masking.words(rows)) + begin
+    within = within[asked[within]]
+    alike = hidden[within] == hidden[within - 1]
+    assert share(alike, np.ones_like(alike)) == pytest.approx(0.68, abs=0.1)
 
 
 def test_words_of_a_text_cut_within_a_character_are_found(tmp_path: Path) -> None:
