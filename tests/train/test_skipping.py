@@ -394,6 +394,24 @@ def test_a_refused_evaluation_does_not_pass_over_too_many(
     assert committed(recipe.folder.checkpoints)[0].step == 4
 
 
+def test_what_a_checkpoint_has_passed_is_not_left_out(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A signal had one made between the bad steps: left out before it, as much of what comes after
+    it would be passed over.
+    """
+    poison(monkeypatch, range(20, 32))
+    knobs = {**KNOBS, "train__skip__in_row": 3, "train__skip__then": "roll_back"}
+    recipe = small_recipe(root, **knobs)
+    with monkeypatch.context() as patch:
+        asked_to_stop_in(6, patch)
+        with pytest.raises(Stopped):
+            train(recipe)
+    train(recipe)
+    (event,) = events(recipe, "roll_back")
+    assert (event["step"], event["samples"]) == (6, [24, 32])
+
+
 def test_a_signal_leaves_going_back_to_the_next_attempt(
     root: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
