@@ -67,6 +67,33 @@ def test_a_run_folder_is_a_source_of_weights_and_tokenizer(root: Path) -> None:
     assert step_named("train").folders(second) == [str(first.folder.model)]
 
 
+@pytest.mark.parametrize("lora", [None, "{rank: 2}"])
+def test_what_is_exported_is_not_rounded_to_what_is_computed_in(
+    lora: str | None, root: Path
+) -> None:
+    """Neither weights that are trained, of which the model itself holds copies in bf16, nor a base
+    that is kept in it.
+    """
+    first = small_recipe(root, train__steps=1, precision__export="fp32")
+    train(first)
+    second = continued(
+        root,
+        first,
+        train__optimizer__lr=1e-12,
+        train__steps=1,
+        precision__compute="bf16",
+        precision__export="fp32",
+        model__lora=lora,
+    )
+    ingest(second)
+    prepare(second)
+    train(second)
+    before, after = (
+        load_file(recipe.folder.model / "model.safetensors") for recipe in (first, second)
+    )
+    assert all(torch.allclose(after[name], before[name], atol=1e-9) for name in before)
+
+
 def test_an_adapter_of_a_model_on_the_hub_names_its_revision(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
