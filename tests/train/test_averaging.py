@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ingot.base.errors import Stopped, WrongInput
 from ingot.base.runlog import read_lines
-from ingot.checkpoints.reader import WholeWeights
+from ingot.checkpoints.reader import StoredTensors, WholeWeights
 from ingot.checkpoints.store import committed, step_folder
 from ingot.config.models.lineage import read_lineage
 from ingot.config.recipe import Recipe
@@ -34,6 +34,7 @@ from ingot.train.setup import make_setup
 from ingot.train.step import StepInfo
 from ingot.train.trainer import train
 from tests import tolerances
+from tests.objectives.ways import make_ready, recipe_of
 from tests.ranks import run_ranks
 from tests.small import copy_of, small_recipe
 from tests.train.stopping import train_until
@@ -208,6 +209,25 @@ def test_an_average_of_bf16_weights_is_exported_in_float32(kind: str, root: Path
     )
     assert all(torch.equal(weight, mean[name]) for name, weight in ours.items())
     assert not all(torch.equal(weight, weight.bfloat16().float()) for weight in ours.values())
+
+
+def test_a_model_that_is_built_to_be_exported_has_its_average(tmp_path: Path) -> None:
+    """One of transformers, which knows its tensors' names only when it is whole."""
+    root = make_ready(tmp_path / "root", ["classify"])
+    recipe = recipe_of(
+        root,
+        "classify",
+        precision__master="stochastic",
+        precision__compute="bf16",
+        train__average="{decay: 0.5}",
+        train__steps=3,
+        **EVERY,
+    )
+    train(recipe)
+    mean = AveragedWeights(step_folder(recipe.folder.checkpoints, 3))
+    ours, name = exported(recipe), "bert.encoder.layer.0.attention.self.query.weight"
+    (stored,) = [one for one in mean.names if one.endswith(f"{name}.{AVERAGE}")]
+    assert torch.equal(ours[name], StoredTensors.__getitem__(mean, stored))
 
 
 def on_ranks(root: Path, knobs: dict[str, Any]) -> None:
