@@ -1391,4 +1391,28 @@ FAULTS = [
         "what was trained in float32 is exported as bf16 rounded it for products",
         "tests/train/test_chain.py",
     ),
+    Fault(
+        "reference-table-of-another-length",
+        "ingot/train/reference.py",
+        '        "seq_len": setup.recipe.data.seq_len,\n',
+        "",
+        "a reference's numbers for rows of another length are taken for those of these",
+        "tests/train/test_reference.py",
+    ),
+    Fault(
+        "reference-table-of-another-type",
+        "ingot/train/reference.py",
+        '        "compute": setup.compute,\n',
+        "",
+        "a reference's numbers in bf16 are taken for those in float32",
+        "tests/train/test_reference.py",
+    ),
+    Fault(
+        "reference-table-of-another-configuration",
+        "ingot/train/reference.py",
+        '        "config": model_spec.config.to_hf(),\n',
+        "",
+        "the numbers of a reference with other values of model.config are taken for its own",
+        "tests/train/test_reference.py",
+    ),
 ]

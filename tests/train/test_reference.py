@@ -32,7 +32,7 @@ from ingot.train.trainer import train
 from tests import tolerances
 from tests.models.tiny import make_reference
 from tests.ranks import run_ranks
-from tests.small import small_recipe
+from tests.small import TINY_MODEL, small_recipe
 from tests.train.stopping import train_until
 
 
@@ -193,10 +193,24 @@ def test_in_bf16_the_policy_begins_at_its_reference(kept: str, root: Path) -> No
         assert torch.equal(log_probabilities(held, batch, mesh), expected)
 
 
-def test_weights_kept_otherwise_have_a_table_of_their_own(root: Path) -> None:
+FP32, BF16 = ({"precision__compute": compute} for compute in ("fp32", "bf16"))
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (FP32, BF16),
+        (BF16, {**BF16, "precision__master": "stochastic"}),
+        (FP32, {**FP32, "model__config": {**TINY_MODEL, "rope_theta": 500.0}}),
+        (FP32, {**FP32, "data__seq_len": 48}),
+    ],
+)
+def test_what_gives_other_numbers_has_a_table_of_its_own(
+    one: dict[str, Any], other: dict[str, Any], root: Path
+) -> None:
     with running_mesh(Parallel()) as mesh:
-        for master in ("fp32", "stochastic"):
-            knobs = {"precision__compute": "bf16", "precision__master": master}
+        for knobs in (one, other):
+            prepare(recipe_of(root, **knobs))
             reference_tables(make_setup(recipe_of(root, **knobs), mesh), mesh)
     assert len(tables(recipe_of(root))) == 4
 
