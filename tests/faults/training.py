@@ -1415,4 +1415,20 @@ FAULTS = [
         "the numbers of a reference with other values of model.config are taken for its own",
         "tests/train/test_reference.py",
     ),
+    Fault(
+        "evaluated-with-dropout",
+        "ingot/train/evaluation.py",
+        "with weights(), evaluating(train_state.model):",
+        "with weights():",
+        "what is measured while training has dropout in it",
+        "tests/train/test_origin.py",
+    ),
+    Fault(
+        "sampled-with-dropout",
+        "ingot/train/evaluation.py",
+        "    with evaluating(train_state.model):\n",
+        "    if True:\n",
+        "samples while training have dropout in them",
+        "tests/train/test_origin.py",
+    ),
 ]

@@ -26,6 +26,7 @@ from ingot.data.ingest import ingest
 from ingot.data.prepare import prepare
 from ingot.evaluate.subject import NotJudged
 from ingot.parallel.mesh import Mesh
+from ingot.train import evaluation
 from ingot.train.evaluation import BestTracker, Measured
 from ingot.train.setup import make_setup
 from ingot.train.trainer import train
@@ -440,11 +441,42 @@ def test_samples_are_logged_while_training(root: Path) -> None:
         root, train__sample_every=3, evaluate__prompts=["ingot melts"], evaluate__sample_tokens=4
     )
     train(recipe)
-    samples = [
-        line["samples/0"] for line in read_lines(recipe.folder.metrics) if "samples/0" in line
-    ]
+    samples = {
+        line["step"]: line["samples/0"]
+        for line in read_lines(recipe.folder.metrics)
+        if "samples/0" in line
+    }
     assert len(samples) == 2
-    assert all(sample.startswith("ingot melts -> ") for sample in samples)
+    assert all(sample.startswith("ingot melts -> ") for sample in samples.values())
+
+
+def test_what_is_measured_and_sampled_while_training_has_no_dropout(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modes: dict[str, bool] = {}
+
+    def note(name: str) -> None:
+        original = getattr(evaluation, name)
+
+        def noted(first: Any, *more: Any) -> Any:
+            modes[name] = first.model.training
+            return original(first, *more)
+
+        monkeypatch.setattr(evaluation, name, noted)
+
+    note("validation_losses")
+    note("complete_prompts")
+    train(
+        small_recipe(
+            root,
+            train__steps=1,
+            train__evaluate_every=1,
+            train__sample_every=1,
+            evaluate__prompts=["ingot melts"],
+            evaluate__sample_tokens=2,
+        )
+    )
+    assert modes == {"validation_losses": False, "complete_prompts": False}
 
 
 def test_samples_of_no_prompt_are_no_lines(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
