@@ -7,9 +7,11 @@ from __future__ import annotations
 import math
 import tracemalloc
 from statistics import NormalDist
+from typing import Any
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from ingot.base.errors import WrongInput
 from ingot.evaluate import metrics as bootstrap
@@ -66,6 +68,43 @@ def test_the_area_of_few_or_of_those_that_are_all_apart_has_no_interval() -> Non
     apart = likelier_metric(many + 8, many, on="set")
     assert (apart.value, apart.interval) == (1.0, None)
     assert likelier_metric(np.array([1.0, 2.0]), np.array([1.0, 0.0]), on="set").value == 0.875
+
+
+def mean_of(sums: np.ndarray) -> np.ndarray:
+    return np.asarray(sums[..., 0] / sums[..., 2])
+
+
+def variance_of(sums: np.ndarray) -> np.ndarray:
+    return np.asarray(sums[..., 1] / sums[..., 2] - mean_of(sums) ** 2)
+
+
+@pytest.mark.parametrize(
+    ("statistic", "theirs", "values"),
+    [
+        (variance_of, np.var, np.random.default_rng(1).lognormal(0, 0.7, 8)),
+        (mean_of, np.mean, np.repeat([1.0, 0.0], [9, 3])),
+    ],
+    ids=["skewed and biased", "draws as good as the value"],
+)
+def test_the_ends_are_those_of_scipy(
+    statistic: Any, theirs: Any, values: np.ndarray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is corrected is a tenth of the width and more; chance is a hundredth of it."""
+    monkeypatch.setattr(bootstrap, "RESAMPLES", 10_000)
+    found = stats.bootstrap(
+        (values,), theirs, n_resamples=10_000, random_state=np.random.default_rng(1)
+    )
+    low, high = found.confidence_interval
+    units = np.stack((values, values**2, np.ones(len(values))), axis=1)
+    assert bootstrap_interval(units, statistic) == pytest.approx(
+        (low, high), abs=0.03 * (high - low)
+    )
+
+
+def test_what_is_no_number_has_an_interval_of_none() -> None:
+    low, high = ratio_interval([1.0, math.nan, 3.0, 4.0, 5.0], [1.0] * 5)
+    assert math.isnan(low)
+    assert math.isnan(high)
 
 
 def test_widths_follow_the_number_of_units() -> None:
@@ -128,7 +167,10 @@ def test_nothing_to_resample_is_an_error(above: list[float], below: list[float])
 def test_very_many_units_keep_their_width_in_bounded_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Neighbours are alike, as documents of one source are, and yet none of them is a group."""
     above, below = lengths_and_losses(np.random.default_rng(5), 40_000)
+    order = np.argsort(above / below)
+    above, below = above[order], below[order]
     monkeypatch.setattr(bootstrap, "RESAMPLES", 500)
     tracemalloc.start()
     grouped = ratio_interval(above, below)
