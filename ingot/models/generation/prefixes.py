@@ -58,16 +58,14 @@ class PrefixStore:
         self.bytes = 0
 
     def known(self, tokens: Sequence[int], salt: str | None) -> int:
-        """How many of the first tokens are kept. At least one token is left to compute, whose
-        logits are wanted.
-        """
-        return BLOCK * len(self._chain(tokens, salt, (len(tokens) - 1) // BLOCK))
+        """How many of the first tokens `find` finds."""
+        return BLOCK * len(self._found(tokens, salt))
 
     def find(self, tokens: Sequence[int], salt: str | None) -> Tensor | None:
         """The keys and values of as many of the first tokens as are kept, `[layers, 2, K, T, E]`;
         they count as used now.
         """
-        keys = self._chain(tokens, salt, (len(tokens) - 1) // BLOCK)
+        keys = self._found(tokens, salt)
         self._use(keys)
         if not keys:
             return None
@@ -111,6 +109,12 @@ class PrefixStore:
         """Drop everything."""
         self._blocks.clear()
         self.bytes = 0
+
+    def _found(self, tokens: Sequence[int], salt: str | None) -> list[Key]:
+        """The keys of the blocks that need not be computed. At least one token is left, whose
+        logits are wanted.
+        """
+        return self._chain(tokens, salt, (len(tokens) - 1) // BLOCK)
 
     def _chain(self, tokens: Sequence[int], salt: str | None, most: int) -> list[Key]:
         """The keys of the first blocks of `tokens` that are kept, at most so many."""

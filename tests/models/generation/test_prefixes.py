@@ -76,6 +76,20 @@ def test_what_was_read_before_changes_no_answer(model: Decoder, rows: int) -> No
     assert first[3].cached == 64, "it began as the first one, which may still have been running"
 
 
+def test_of_a_prompt_of_whole_blocks_the_last_is_read_again(plain: Decoder) -> None:
+    """Alone, and beside a longer rest, whose padding is none of its tokens: the logits of its last
+    token are wanted.
+    """
+    asked = [Request(SHARED[:64], 4, LOGPROBS), Request([5] * 40, 4, LOGPROBS)]
+    wanted = Generator(plain, max_rows=2).run(asked)
+    generator = Generator(plain, max_rows=2, prefixes=PrefixStore(MB))
+    same(generator.run(asked), wanted)
+    for some in (1, 2):
+        again = generator.run(asked[:some])
+        same(again, wanted[:some])
+        assert again[0].cached == 32
+
+
 def test_an_answer_is_read_once_as_part_of_the_next_turn(plain: Decoder) -> None:
     generator = Generator(plain, prefixes=PrefixStore(MB))
     (answer,) = generator.run([Request(SHARED[:40], 30)])
@@ -150,6 +164,8 @@ def test_a_bound_holds_and_the_oldest_goes_first(plain: Decoder) -> None:
     for prompt in prompts:
         generator.run([Request(prompt, 1)])
         assert block <= store.bytes <= 4 * block
+        held = [one.kept.untyped_storage().nbytes() for one in store._blocks.values()]
+        assert sum(held) == store.bytes, "what is kept is no view of more"
     assert [store.known(prompt, None) for prompt in prompts] == [0, 64, 64]
     generator.run([Request(prompts[1], 1)])  # used, so the other one goes
     generator.run([Request(prompts[0], 1)])
