@@ -128,9 +128,11 @@ def test_of_a_chat_its_end_stays(how: str, tmp_path: Path) -> None:
     assert sorted(shown(rows)) == [([4, 5, 6, 7], [6, 7]), ([8, 9], [9])]
     assert (made.total.truncated, made.total.lost) == (1, 0)
     assert "1 records were longer and cut to their last 4 tokens" in str(made)
-    left_out, rest = rows_of(tmp_path / "drop", "chat", [CHAT, SHORT_CHAT], f"{how}-drop")
+    untrained = {**CHAT, "mask": [0] * len(CHAT["mask"])}
+    chats = [CHAT, SHORT_CHAT, untrained]
+    left_out, rest = rows_of(tmp_path / "drop", "chat", chats, f"{how}-drop")
     assert shown(rest) == [([8, 9], [9])]
-    assert left_out.total.too_long == 1
+    assert (left_out.total.too_long, left_out.total.untrained) == (1, 1), "each is counted once"
 
 
 def test_rows_of_another_way_are_not_taken(tmp_path: Path) -> None:
