@@ -1420,4 +1420,28 @@ FAULTS = [
         "of a run folder that may not be read whole the replica lacks a part, and says nothing",
         "tests/base/test_listing.py",
     ),
+    Fault(
+        "records-behind-a-window",
+        "ingot/data/packing/planning.py",
+        "np.stack((record + first, cut[record], own[record]), axis=1)",
+        "np.stack((record, cut[record], own[record]), axis=1)",
+        "of 65,536 and more preferences or pairs the first ones are trained on again, and the others never",
+        "tests/data/batches/test_samples.py",
+    ),
+    Fault(
+        "kto-meets-its-own-prompt",
+        "ingot/data/batches/samples.py",
+        "max(1, round(GOLDEN * size))",
+        "1",
+        "the KL of KTO is measured on answers to their own prompts, where these stand side by side",
+        "tests/data/batches/test_samples.py",
+    ),
+    Fault(
+        "documents-of-two-sources-are-one",
+        "ingot/data/batches/samples.py",
+        "index == 0 or (one, records[index][0]) != (found[index - 1], records[index - 1][0])",
+        "index == 0 or one != found[index - 1]",
+        "the masked texts of two sources are one document to an interval",
+        "tests/data/batches/test_samples.py",
+    ),
 ]

@@ -374,6 +374,29 @@ def test_what_is_left_out_is_counted(
     assert made.padding == 0.0
 
 
+def test_records_behind_a_window_are_those_that_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ingot.data.packing.planning.WINDOW", 2)
+    records = [{"tokens": [number], "label": [0]} for number in range(1, 6)]
+    rows = opened(write(tmp_path, "labelled", [[records]]), "labelled", 6)
+    assert rows.fields(range(5)).tokens[:, 0].tolist() == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("prompts", [[0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5], [0, 1, 2, 3, 4, 5] * 2])
+def test_a_prompt_meets_no_other_answer_to_itself(prompts: list[int], tmp_path: Path) -> None:
+    """Which stands beside its own, or in the other half of the file."""
+    records = [
+        {"answer": [1 + prompt, 50 + number], "answer_mask": [0, 1], "label": [1]}
+        for number, prompt in enumerate(prompts)
+    ]
+    rows = opened(write(tmp_path, "rated", [[records]]), "rated", 8)
+    (batch,) = fixed_batches(rows, range(12), 12)
+    met = (batch.tokens[1::2, 1] - 50).tolist()
+    assert sorted(met) == list(range(12))
+    assert all(prompts[one] != prompts[other] for one, other in enumerate(met))
+
+
 def test_another_length_of_targets_is_planned_anew(tmp_path: Path) -> None:
     folder = write(tmp_path, "pair", [[[{"source": [1], "target": [1] * 9}]]])
     opened(folder, "pair", 16, 4)
