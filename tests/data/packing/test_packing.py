@@ -246,6 +246,14 @@ def test_windows_are_planned_one_by_one(tmp_path: Path, monkeypatch: pytest.Monk
     assert [sorted(set(row)) for row in made.tokens.tolist()] == [[0, 1], [0, 2], [0, 3, 4]]
 
 
+def test_rows_of_another_plan_are_not_taken(tmp_path: Path) -> None:
+    folder = write(tmp_path, [[numbered([3, 4, 5])]])
+    planned(folder, 8)
+    changed(folder, "rows-best_fit-8.json", plan="of another version")
+    with pytest.raises(WrongInput, match=r"holds no rows of data\.seq_len=8"):
+        open_rows(folder, "train", 8, pack="best_fit", pad_last=False)
+
+
 def test_tables_are_kept_and_swept(tmp_path: Path) -> None:
     """Planned once; another length beside it; all of them gone when the data are others; a torn one
     made again.
