@@ -161,15 +161,15 @@ def test_batches_that_are_kept_stay_as_they_are(rows: Rows) -> None:
     assert seen(kept) == (SampleOrder(rows.sizes, 3).rows(0, 80) + 1).tolist()
 
 
-@pytest.mark.parametrize("world", [1, 3])
-def test_a_flipped_bit_ends_training_and_is_named(world: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("world", "number"), [(1, 0), (3, 1)])
+def test_a_flipped_bit_ends_training_and_is_named(world: int, number: int, tmp_path: Path) -> None:
     """Whichever rank looks at the file; sizes and indexes are right, so that nothing else would
     tell.
     """
     folder = write(
         tmp_path, [[[[row] * 3 for row in range(1, 21)], [[row] * 3 for row in range(21, 41)]]]
     )
-    part = folder / "train.tokens-00001.bin"
+    part = folder / f"train.tokens-{number:05d}.bin"
     content = bytearray(part.read_bytes())
     content[7] ^= 1
     part.write_bytes(content)
