@@ -333,4 +333,12 @@ FAULTS = [
         "with sample_again the same prompts are answered in several rollouts, and others in none",
         by="tests/train/rollout/test_rollout.py",
     ),
+    Fault(
+        "prompt-of-the-second-answer",
+        "ingot/data/batches/prompts.py",
+        "trained[breaks[-1] + 1]",
+        "trained[breaks[0] + 1]",
+        "of a chat of three answers the second is asked for, and compared with all that follows",
+        by="tests/data/batches/test_prompts.py",
+    ),
 ]

@@ -118,6 +118,7 @@ def told(one: Prompt | RewardItem) -> tuple[str, str | None, bool]:
     [
         ("chatml", [QUESTION, ANSWER], TOLD),
         ("chatml", [SYSTEM, QUESTION, ANSWER], (*TOLD[:2], False)),
+        ("chatml", [QUESTION, ANSWER] * 3, (*TOLD[:2], False)),
         ("mistral", [QUESTION, ANSWER], TOLD),
         ("mistral", [SYSTEM, QUESTION, ANSWER], ("Be brief.\n\n1 + 1?", "2", True)),
         ("llama2", [QUESTION, ANSWER], TOLD),
@@ -166,3 +167,9 @@ def test_the_prompts_that_are_checked_are_those_of_the_steps(
     tokenizer = load_tokenizer(recipe.folder.tokenizer)
     check_prompts(recipe, rows, packed, tokenizer, order_of(recipe, rows, 3), range(3, 6))
     assert checked == sorted(order_of(recipe, rows).rows(0, 3).tolist())
+    checked.clear()
+    # The last of three steps begins a second rollout; each may draw two sets.
+    knobs = {"updates": 2, "sample_again": 1}
+    more = recipe.model_copy(update={"objective": recipe.objective.model_copy(update=knobs)})
+    check_prompts(more, rows, packed, tokenizer, order_of(recipe, rows), range(3))
+    assert checked == sorted(order_of(recipe, rows).rows(0, 4).tolist())
