@@ -92,9 +92,8 @@ def write(folder: Path, kind: Documents, sources: list[list[list[Record]]]) -> P
         100,
         {"train": "data"},
         {"train": "set"},
-        CLOSING,
-        "",
-        ["a", "b", "c"],
+        closing=CLOSING,
+        labels=["a", "b", "c"],
     )
     write_prepared(folder, prepared, {}, entries)
     return folder
@@ -372,6 +371,13 @@ def test_what_is_left_out_is_counted(
     assert vars(made.total) == {"split": 0, "too_long": 0, **counts}
     assert str(made).startswith(words)
     assert made.padding == 0.0
+
+
+def test_documents_of_two_sources_are_two(tmp_path: Path) -> None:
+    """Though both are the first record of a first part."""
+    (body,) = COLUMNS["masked"]
+    rows = opened(write(tmp_path, "masked", [[[{body: [1] * 9}]], [[{body: [2]}]]]), "masked", 6)
+    assert rows.documents_of(4).tolist() == [0, 0, 0, 1]
 
 
 def test_records_behind_a_window_are_those_that_they_are(
