@@ -1117,4 +1117,20 @@ FAULTS = [
         "an interval of many documents is as wide as that of a few, since neighbours are alike",
         "tests/evaluate/test_metrics.py",
     ),
+    Fault(
+        "one-likely-token-is-greedy",
+        "ingot/evaluate/likelihood.py",
+        "scores[1].min(axis=1)",
+        "scores[1].max(axis=1)",
+        "a task of lm_eval counts an answer as right of which one token is the likeliest",
+        "tests/evaluate/tasks/test_lm_eval.py",
+    ),
+    Fault(
+        "space-ends-a-context",
+        "ingot/evaluate/likelihood.py",
+        "return context.rstrip(), context + continuation",
+        "return context, context + continuation",
+        "a context that ends with a space takes the first token of its continuation",
+        "tests/evaluate/tasks/test_lm_eval.py",
+    ),
 ]

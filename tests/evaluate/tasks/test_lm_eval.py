@@ -18,10 +18,14 @@ from ingot.base.errors import Failed, WrongInput
 from ingot.base.reports import Metric
 from ingot.config.recipe import Recipe
 from ingot.config.sections.evaluation import LMEvalTask
+from ingot.evaluate.likelihood import ScoredSpan, encode_spans, log_likelihoods
 from ingot.evaluate.subject import TaskResult
 from ingot.evaluate.tasks import check, measure
 from ingot.evaluate.tasks.lm_eval import report, sample_interval, windows
+from ingot.models.generation.generator import Generator
+from ingot.models.generation.request import Request
 from ingot.parallel.mesh import running_mesh
+from ingot.tokenizers.load import load_tokenizer
 from tests import tolerances
 from tests.evaluate.lm_eval_harness import evaluated, likelihoods, local_hellaswag
 from tests.evaluate.small_models import hellaswag_lines, subject_in, with_model, write_lines
@@ -143,6 +147,26 @@ def test_likelihoods_of_single_requests(root: Path, tmp_path: Path) -> None:
     assert len(ours) == len(theirs) == 4
     for one, other in zip(ours, theirs, strict=True):
         assert one == pytest.approx(other, rel=tolerances.NLL_FP32, abs=tolerances.NLL_FP32)
+
+
+def test_greedy_decoding_writes_a_continuation_or_does_not(root: Path) -> None:
+    """Every token of it is the likeliest, or it is not what would be written."""
+    recipe, context = with_model(root), [5, 6, 7]
+    with running_mesh() as mesh:
+        subject = subject_in(recipe.folder.model, recipe, mesh)
+        (written,) = Generator(subject.decoder).run([Request(context, 3)])
+        ids = [token.id for token in written.tokens]
+        first, last = ([token + (place == at) for place, token in enumerate(ids)] for at in (0, 2))
+        spans = [ScoredSpan(context, continuation) for continuation in (ids, first, last)]
+        assert log_likelihoods(subject, spans, "greedy", greedy=True)[:, 1].tolist() == [1, 0, 0]
+
+
+def test_spaces_at_the_end_of_a_context_are_the_continuations(root: Path) -> None:
+    """As the harness has it: a token is seldom a space alone."""
+    tokenizer = load_tokenizer(with_model(root).folder.model)
+    wanted = encode_spans(tokenizer, [("the ingot", " melts")])
+    assert encode_spans(tokenizer, [("the ingot ", "melts")]) == wanted
+    assert len(wanted[0].continuation) > 0
 
 
 @pytest.mark.drawn("an evaluation by two ranks")
