@@ -1133,4 +1133,12 @@ FAULTS = [
         "a context that ends with a space takes the first token of its continuation",
         "tests/evaluate/tasks/test_lm_eval.py",
     ),
+    Fault(
+        "mended-answers-are-the-same-set",
+        "ingot/evaluate/tasks/choice.py",
+        "item.context, item.choices, item.answer] for",
+        "item.context, item.choices] for",
+        "the gate compares with a model that was measured by other answers",
+        "tests/evaluate/tasks/test_choice.py",
+    ),
 ]

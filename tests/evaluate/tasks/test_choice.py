@@ -146,19 +146,24 @@ def test_every_split_of_the_work_gives_the_same_to_the_last_bit(root: Path, tmp_
 
 
 def test_limit_takes_the_first_and_is_another_set(root: Path, tmp_path: Path) -> None:
-    recipe = with_model(root)
-    items = write_lines(tmp_path / "items.jsonl", hellaswag_lines(9))
+    """So are items of which an answer was mended."""
+    recipe, (first, *rest) = with_model(root), hellaswag_lines(9)
+    items = write_lines(tmp_path / "items.jsonl", [first, *rest])
     all_of_them, some = (
         hellaswag(recipe.folder.model, items, recipe),
         hellaswag(recipe.folder.model, items, recipe, limit=4),
     )
+    other = {**first, "label": (int(first["label"]) + 1) % len(first["endings"])}
+    again = write_lines(tmp_path / "again.jsonl", [other, *rest])
+    mended = hellaswag(recipe.folder.model, again, recipe)
     assert [example["context"] for example in some.examples] == [
         example["context"] for example in all_of_them.examples[:4]
     ]
     prints = {
-        measured.metrics["hellaswag/accuracy"].set_fingerprint for measured in (all_of_them, some)
+        measured.metrics["hellaswag/accuracy"].set_fingerprint
+        for measured in (all_of_them, some, mended)
     }
-    assert len(prints) == 2
+    assert len(prints) == 3
     assert some.metrics["hellaswag/accuracy"].n == 4
 
 
