@@ -52,6 +52,17 @@ def test_a_resumed_run_shows_no_step_twice_in_json_lines(tmp_path: Path) -> None
     ]
 
 
+def test_what_is_owed_is_that_of_the_last_step_alone(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    first = JsonLines(path)
+    for step in (2, 4):
+        first.write(step, {"train/loss": 1.0})
+        first.write(step, {"validation/loss": 2.0})
+    JsonLines(path, 4, ["validation"])
+    kept = [(line["step"], "validation/loss" in line) for line in read_lines(path)]
+    assert kept == [(2, False), (2, True), (4, False)]
+
+
 def test_a_resume_holds_no_file_of_metrics_in_memory(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     text = "x" * 1000
