@@ -79,6 +79,13 @@ def test_versions_count_up_per_name_and_come_back_whole(registry: LocalRegistry)
         registry.version("words", 3)
 
 
+def test_a_version_can_be_registered_under_another_name(registry: LocalRegistry) -> None:
+    """Its folder has a marker, which is none of the model's files."""
+    add(registry, "a")
+    first = registry.version("words", 1)
+    registry.check(registry.add("other", first.folder, first.report, {}), checksums=True)
+
+
 def test_the_same_model_again_makes_no_new_version_but_takes_its_new_report(
     registry: LocalRegistry,
 ) -> None:
