@@ -1439,4 +1439,20 @@ FAULTS = [
         "a training that makes up for an evaluation forgets what it measured before",
         "tests/base/test_runlog.py",
     ),
+    Fault(
+        "evaluated-at-each-step-from-then-on",
+        "ingot/train/evaluation.py",
+        "        self.every.restart()\n",
+        "",
+        "behind the first interval all steps are evaluated",
+        "tests/train/test_recurrence.py",
+    ),
+    Fault(
+        "saved-at-each-step-from-then-on",
+        "ingot/train/checkpointing.py",
+        "        self.every.restart()\n",
+        "",
+        "behind the first interval a checkpoint is made after each step",
+        "tests/train/test_recurrence.py",
+    ),
 ]

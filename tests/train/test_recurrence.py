@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from functools import partialmethod
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -277,6 +278,18 @@ def test_the_clock_of_rank_0_counts_for_all_and_changes_no_numbers(
     assert len(saved) > 1
     recipe = small_recipe(root, **timed)
     assert losses(recipe) == pytest.approx(losses(plain), rel=tolerances.SPLIT_LOSS)
+
+
+def test_an_interval_begins_when_the_last_one_is_over(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else all steps behind the first would be evaluated and saved."""
+    monkeypatch.setenv("RANK", "0")
+    often = {"train__evaluate_every": "7s", "checkpoint__every": "7s", "checkpoint__keep": 99}
+    evaluated, saved = train_by_the_clock(str(root), [1.0], {"train__steps": 12, **often})
+    for steps in (evaluated, saved[:-1]):  # the last one is saved in any case
+        assert len(steps) > 1
+        assert all(later - earlier > 1 for earlier, later in pairwise(steps))
 
 
 def test_a_tracker_sees_one_run_whatever_was_allowed_to_change(
