@@ -484,10 +484,11 @@ def test_two_ranks_go_back_together(root: Path) -> None:
     assert run_ranks(2, train_poisoned, root) == [[[20, 28]]] * 2
 
 
-def test_only_steps_in_a_row_are_too_many(tmp_path: Path) -> None:
-    def outcome(skipped: float) -> step.StepOutcome:
-        return step.StepOutcome(*(torch.tensor(value) for value in (1.0, 1.0, skipped)))
+def outcome(skipped: float) -> step.StepOutcome:
+    return step.StepOutcome(*(torch.tensor(value) for value in (1.0, 1.0, skipped)))
 
+
+def test_only_steps_in_a_row_are_too_many(tmp_path: Path) -> None:
     hook = SkipHook(2, EventSink(tmp_path / "events.jsonl", None, is_main=False))
     for number, skipped in enumerate((1.0, 0.0, 1.0, 0.0)):
         hook.judge(number, outcome(skipped))
@@ -495,6 +496,16 @@ def test_only_steps_in_a_row_are_too_many(tmp_path: Path) -> None:
     with pytest.raises(TooManySkipped) as bad:
         hook.judge(5, outcome(1.0))
     assert (bad.value.first, bad.value.last) == (4, 5)
+
+
+def test_a_checkpoint_says_how_many_were_skipped_right_before_it(tmp_path: Path) -> None:
+    """Its own step is not judged yet, and counts."""
+    hook, rows = SkipHook(9, EventSink(tmp_path / "events.jsonl", None, is_main=False)), []
+    for number, skipped in enumerate((1.0, 1.0, 0.0, 1.0), start=1):
+        counts = step.BatchCounts(1, 1, 1)
+        hook.after_step(step.StepInfo(number, 1, counts, outcome(skipped), 0.1))
+        rows.append(hook.row)
+    assert rows == [1, 2, 0, 1]
 
 
 @pytest.mark.drawn("skipped steps", keep=3)
