@@ -31,6 +31,7 @@ from ingot.parallel.masters import Master, Masters
 from ingot.parallel.mesh import running_mesh
 from ingot.train.optim.optimizers import make_optimizer
 from tests.checkpoints.states import CONFIG, assert_equal, flip_bit, load, save, trained
+from tests.markers import changed
 from tests.ranks import run_ranks
 
 
@@ -155,6 +156,14 @@ def test_what_lacks_files_does_not_count_towards_keep(damage: str, made: Path) -
     found = newest_valid(made)
     assert found is not None
     assert found.step == 2
+
+
+def test_what_other_nodes_hold_is_not_lacking(made: Path) -> None:
+    """Where nodes have their own disks, rank 0 sees its own files alone."""
+    newest = step_folder(made, 4)
+    changed(newest, COMMIT, scattered=True)
+    (newest / "__0_0.distcp").unlink()
+    assert retain(made, 1) == [newest.name]
 
 
 def test_where_none_is_whole_training_does_not_begin_anew(made: Path) -> None:
