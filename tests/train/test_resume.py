@@ -83,6 +83,8 @@ def test_a_damaged_checkpoint_is_set_aside_by_the_training_that_goes_on(
     assert found is not None
     assert found.step == 10
     assert "is set aside as damaged-step-00000030" in capsys.readouterr().err
+    flip_bit(save(30) / "weights", 3)  # again, by the training that went on
+    assert resume.find_start(run, identity([]), fresh=False) == found
     save(20)
     assert retain(run.checkpoints, 1) == ["step-00000020"]
     assert sorted(os.listdir(run.checkpoints)) == ["damaged-step-00000030", "step-00000020"]
