@@ -1463,4 +1463,20 @@ FAULTS = [
         "a resumed training counts skipped steps on that a taken one came after",
         "tests/train/test_skipping.py",
     ),
+    Fault(
+        "seconds-safe-twice",
+        "ingot/train/goodput.py",
+        "for earlier in [self._spent, *self._kept.values()]:",
+        "for earlier in [self._spent]:",
+        "time that one checkpoint made safe is told of the next one again",
+        "tests/train/test_goodput.py",
+    ),
+    Fault(
+        "waiting-is-productive",
+        "ingot/train/goodput.py",
+        "now - self._mark - self._elsewhere",
+        "now - self._mark",
+        "time that steps waited, evaluated and saved is told as productive, too",
+        "tests/train/test_goodput.py",
+    ),
 ]
