@@ -1460,4 +1460,20 @@ FAULTS = [
         "one file of the columns is compared with its checksum by no rank",
         "tests/data/batches/test_loader.py",
     ),
+    Fault(
+        "answers-in-prompts-of-pairs",
+        "ingot/data/tokenizing/encode.py",
+        "[len(one.prompt) for one in found] * 2",
+        "[0] * (2 * len(found))",
+        "of a preference the earlier answers in its prompt are trained, too",
+        "tests/data/tokenizing/test_encode.py",
+    ),
+    Fault(
+        "answers-in-prompts-of-verdicts",
+        "ingot/data/tokenizing/encode.py",
+        "[one.chat for one in found], encode_batch, [len(one.prompt) for one in found]",
+        "[one.chat for one in found], encode_batch, [0] * len(found)",
+        "of a rated answer the earlier ones in its prompt are trained, too",
+        "tests/data/tokenizing/test_encode.py",
+    ),
 ]

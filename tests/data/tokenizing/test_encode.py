@@ -96,6 +96,31 @@ def ids_of(kind: Documents) -> set[str]:
     }[kind]
 
 
+ASKED, SAID, OTHER = (
+    {"role": role, "content": content}
+    for role, content in (("user", "a"), ("assistant", "b"), ("assistant", "c d"))
+)
+
+
+@pytest.mark.parametrize(
+    ("kind", "answers", "names"),
+    [
+        ("preference", {"chosen": [SAID], "rejected": [OTHER]}, ("chosen", "rejected")),
+        ("rated", {"completion": [SAID], "label": 1}, ("answer",)),
+    ],
+)
+def test_earlier_answers_in_a_prompt_are_not_trained(
+    kind: Documents, answers: dict[str, object], names: tuple[str, ...]
+) -> None:
+    tokenizer, prompt = chatty(), [ASKED, SAID, ASKED]
+    item = DocumentExtractor(documents=kind).extract(1, {"prompt": prompt, **answers})
+    assert isinstance(item, ParsedDocument)
+    found = encode_records(kind, tokenizer, tokenizer.encode_batch, [item.text])
+    for name in names:
+        trained = np.flatnonzero(found.columns[f"{name}_mask"])
+        assert trained[0] == len(tokenizer.encode_chat(prompt))
+
+
 def test_what_decides_about_records() -> None:
     tokenizer = chatty()
     assert identity("pair", tokenizer, "a") != identity("pair", tokenizer, "b")
