@@ -1476,4 +1476,12 @@ FAULTS = [
         "of a rated answer the earlier ones in its prompt are trained, too",
         "tests/data/tokenizing/test_encode.py",
     ),
+    Fault(
+        "ranges-of-sequences-for-documents",
+        "ingot/data/tokenizing/encode.py",
+        "first = int(counts[: task.within].sum())",
+        "first = task.within",
+        "of existing columns with several sequences a document, some are trained on twice and others never",
+        "tests/data/columns/test_megatron.py",
+    ),
 ]

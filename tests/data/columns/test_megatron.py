@@ -4,7 +4,9 @@ here.
 
 from __future__ import annotations
 
+import itertools
 import os
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -30,13 +32,18 @@ from ingot.data.engines.local import LocalEngine
 from ingot.data.ingest import ingest
 from ingot.data.packing.tables import pack
 from ingot.data.prepare import prepare
+from ingot.data.raw.ranges import RawRange
 from ingot.data.sources.megatron import token_groups
 from ingot.data.sources.source_file import SourceFile
+from ingot.data.splits import Shares
+from ingot.data.tokenizing.encode import existing_records
 from ingot.models.native.attention import document_mask
+from ingot.tokenizers.tokenizer import Tokenizer
 from tests.data.batches.test_rows import write
 from tests.data.small import recipe, sentences, write_jsonl
 from tests.exhaustive import examples
 from tests.lazy import lazy, require
+from tests.tokenizers.small import bpe_files
 
 require(
     "megatron.core",
@@ -225,6 +232,25 @@ def test_groups_of_existing_columns_are_bounded_in_bytes_and_documents(tmp_path:
         assert count == 1 or (size <= 18 and count <= 4)
         place += count
     assert len(groups) < len(sizes)
+
+
+def test_a_range_begins_where_the_documents_before_it_end(tmp_path: Path) -> None:
+    """Of several sequences each."""
+    documents = [[[1], [2, 3]], [[4]], [[5, 6], [7], [8]]]
+    prefix, tokenizer = build(tmp_path / "x", documents, np.uint16), Tokenizer(bpe_files())
+
+    def of(within: int, count: int) -> list[list[int]]:
+        task = RawRange("train", 0, 0, "tokens", str(prefix), "", 0, 1, within, within, count, 0)
+        found = existing_records(task, Shares(None, 1.0), tokenizer, Counter())
+        return [
+            records.record(number)["tokens"].tolist()
+            for _, records in found
+            for number in range(len(records.counts))
+        ]
+
+    whole = [list(itertools.chain(*document)) for document in documents]
+    assert of(0, 3) == whole
+    assert [of(number, 1) for number in range(3)] == [[one] for one in whole]
 
 
 def test_what_is_prepared_has_the_names_that_their_tools_expect(tmp_path: Path) -> None:
