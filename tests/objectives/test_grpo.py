@@ -233,6 +233,8 @@ def test_a_ratio_outside_stops_the_gradient_on_one_side(
     assert float(values.grad) == pytest.approx(wanted, abs=NEVER)
     assert float(metrics["policy/clipped"]) == (not flows)
     assert float(metrics["policy/ratio"]) == pytest.approx(ratio)
+    assert float(metrics["policy/moved"]) == pytest.approx(ratio - 1 - np.log(ratio))
+    assert float(metrics["policy/entropy"]) == 1
 
 
 def test_the_upper_bound_has_a_knob_of_its_own() -> None:
