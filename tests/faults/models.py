@@ -1141,4 +1141,12 @@ FAULTS = [
         "the gate compares with a model that was measured by other answers",
         "tests/evaluate/tasks/test_choice.py",
     ),
+    Fault(
+        "noise-of-documents-alike",
+        "ingot/models/native/noise.py",
+        "self.share(positions + (documents << 32))",
+        "self.share(positions)",
+        "the documents of a packed row have the same noise at the same places",
+        "tests/models/native/test_noise.py",
+    ),
 ]

@@ -69,6 +69,8 @@ def test_it_is_a_function_of_seed_step_row_and_place() -> None:
     ):
         both = torch.stack((other.flatten(), found[2, : len(other)].flatten()))
         assert abs(float(both.corrcoef()[0, 1])) < 0.1
+    documents = torch.stack((found[0, :10].flatten(), found[0, 10:20].flatten()))
+    assert abs(float(documents.corrcoef()[0, 1])) < 0.1, "two at the same places of one row"
     noise = EmbeddingNoise(ALPHA, 0)
     alone = replace(batch, segments=batch.segments[1:2], positions=batch.positions[1:2])
     noise.begin_batch(0, torch.tensor([4]), alone.segments)
