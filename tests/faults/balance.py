@@ -228,4 +228,20 @@ FAULTS = [
         "an expert silently drops tokens beyond a capacity",
         by="tests/models/native/test_experts.py",
     ),
+    Fault(
+        "group-of-the-best-expert",
+        "ingot/models/native/experts.py",
+        "best = grouped.topk(2, dim=-1).values.sum(-1)",
+        "best = grouped.topk(1, dim=-1).values.sum(-1)",
+        "groups of experts are chosen by their best one, as the model was not trained",
+        "tests/models/native/test_experts.py",
+    ),
+    Fault(
+        "experts-ordered-by-logits",
+        "ingot/models/native/experts.py",
+        "chosen = self._order(scores.detach()).topk",
+        "chosen = self._order(logits.detach()).topk",
+        "a router's correction is added to logits, beside which it counts for nothing",
+        "tests/models/native/test_experts.py",
+    ),
 ]

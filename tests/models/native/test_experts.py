@@ -267,3 +267,17 @@ def test_layers_that_predict_further_tokens_are_left_out(
     save_file(tensors | {"model.layers.4.enorm": torch.ones(4)}, file, metadata={"format": "pt"})
     with pytest.raises(WrongInput, match=r"model\.layers\.4\.enorm is not part of this model"):
         load_model(folder, device=CPU)
+
+
+def test_experts_are_chosen_by_corrected_scores_among_the_best_groups() -> None:
+    """A correction counts beside a score, not beside its logit; a group by its two best."""
+    config = ExpertsConfig(
+        count=4, chosen=1, width=2, score="sigmoid", corrected=True, groups=2, groups_chosen=1
+    )
+    router = Router(4, config, 0)
+    with torch.no_grad():
+        router.weight.copy_(torch.eye(4))
+        assert router.e_score_correction_bias is not None
+        router.e_score_correction_bias[3] = 0.1
+    logits = torch.tensor([[6.0, -9.0, 0.5, 0.5], [-9.0, -9.0, 8.0, 4.0]])
+    assert router(logits)[0].flatten().tolist() == [3, 3]
