@@ -104,10 +104,11 @@ PACKED = [[9, 7], [5, 4, 3], [16], [11]]
 APART = [[9], [7], [5], [4], [3], [16], [11]]
 
 
-def test_the_losses_are_those_written_out() -> None:
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_the_losses_are_those_written_out(score: Any) -> None:
     """Value and gradient, document by document, layer by layer, with all the rest left out."""
     torch.manual_seed(1)
-    experts = ExpertsConfig(count=6, chosen=2, width=20)
+    experts = ExpertsConfig(count=6, chosen=2, width=20, score=score)
     router = Router(32, experts, 4)
     torch.nn.init.normal_(router.weight, std=0.3)
     sequences, lengths = sequences_of(documents(PACKED).segments, apart=True)
@@ -124,6 +125,8 @@ def test_the_losses_are_those_written_out() -> None:
         mine = sequences.flatten() == number
         logits = x[mine] @ router.weight.T
         shares = logits.softmax(-1)
+        if score == "sigmoid":
+            shares = logits.sigmoid() / logits.sigmoid().sum(-1, keepdim=True)
         load = chosen[mine].flatten().bincount(minlength=6)
         fraction = load / load.sum() * 6
         aux = aux + mine.sum() * (fraction * shares.mean(0)).sum()
