@@ -215,6 +215,8 @@ FAULTS = [
         "np.uint64(round(min(share, 1.0) * 2**53))",
         "np.uint64(round(min(share, 1.0 - 1e-3) * 2**53))",
         "of tokens that are all to become the mask token, one in a thousand stays to be copied",
+    ),
+    Fault(
         "a-word-hidden-in-one-way",
         "ingot/data/batches/masking.py",
         "how = mix(each ^ np.uint64(GOLDEN))",
