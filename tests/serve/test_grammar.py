@@ -4,6 +4,7 @@ parses and fits the schema; special tokens are no text; other requests notice no
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,20 +13,23 @@ from typing import Any
 import jsonschema
 import openai
 import pytest
+import tokenizers
 import torch
+from tokenizers import AddedToken
 
 from ingot.base.errors import WrongInput
 from ingot.models.generation.request import Request
 from ingot.models.generation.sampling import Sampling
-from ingot.serve.native.grammar import MOST_OPTIONAL, JSONGrammars
+from ingot.serve.native.grammar import MOST_OPTIONAL, JSONGrammars, call_grammar
 from ingot.serve.native.model import LoadedModel, load
+from ingot.serve.native.toolcalls import FORMATS
 from ingot.tokenizers.bpe import train_bpe
 from ingot.tokenizers.load import load_tokenizer
 from ingot.tokenizers.tokenizer import Tokenizer
 from tests.serve.running import Running, running
 from tests.serve.tiny import TEXT, make_folder
 from tests.tokenizers.models import pieces_file
-from tests.tokenizers.small import unigram_files
+from tests.tokenizers.small import bpe_files, real_tokenizer, unigram_files
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -236,6 +240,69 @@ def test_text_behind_other_begins_with_no_space_of_the_tokenizers_own(tmp_path: 
             assert logits[token] == 0
             constraint.push(token)
             assert not constraint.failed
+
+
+CALL = '<tool_call>\n{"name": "pick", "arguments": {"k": "a <think> b"}}\n</tool_call>'
+PICK = {
+    "type": "object",
+    "properties": {"k": {"enum": ["a <think> b", "c"]}},
+    "required": ["k"],
+    "additionalProperties": False,
+}
+
+
+def follow(constraint: Any, ids: list[int], size: int) -> None:
+    """Choose these tokens, each of which must be allowed."""
+    for token in ids:
+        logits = torch.zeros(size)
+        constraint.apply(logits)
+        assert logits[token] == 0
+        constraint.push(token)
+        assert not constraint.failed
+
+
+def check_calls_are_written_as_trained(tokenizer: Tokenizer, end: int) -> None:
+    ids = [*tokenizer.encode(CALL), end]
+    written = [tokenizer.token(token) for token in ids]
+    assert {"<tool_call>", "<think>", "</tool_call>"} <= set(written)
+    grammars = JSONGrammars(tokenizer, tokenizer.vocab_size, [end])
+    for text in (False, True):
+        grammar = call_grammar(
+            FORMATS["hermes"],
+            {"pick": PICK},
+            tokenizer.special_ids,
+            text=text,
+            several=False,
+            named=False,
+        )
+        follow(grammars.calls(grammar, {"pick": PICK}), ids, tokenizer.vocab_size)
+    value = tokenizer.encode('"a <think> b"')
+    follow(grammars.constraint({"const": "a <think> b"}), [*value, end], tokenizer.vocab_size)
+
+
+def test_added_tokens_that_are_text_are_those_of_the_model() -> None:
+    """As Qwen's `<tool_call>`, which has another number where the special tokens before it are left
+    out. One that ends answers is no text.
+    """
+    files = bpe_files()
+    library = tokenizers.Tokenizer.from_str(files["tokenizer.json"])
+    texts = ("<tool_call>", "</tool_call>", "<think>", "<end>")
+    library.add_tokens([AddedToken(text, special=False, normalized=False) for text in texts])
+    tokenizer = Tokenizer({**files, "tokenizer.json": library.to_str()})
+    end, eos = tokenizer.token_id("<end>"), tokenizer.special.eos
+    assert end is not None
+    assert eos is not None
+    check_calls_are_written_as_trained(tokenizer, eos)
+    constraint = JSONGrammars(tokenizer, tokenizer.vocab_size, [end]).constraint({"const": "<end>"})
+    letters = [tokenizer.encode(piece) for piece in ('"', "<", "end", ">", '"')]
+    follow(constraint, [*itertools.chain(*letters), end], tokenizer.vocab_size)
+
+
+def test_calls_of_a_real_tokenizer_are_written_as_trained(test_data: Path) -> None:
+    tokenizer = real_tokenizer(test_data / "tokenizers" / "hf_qwen3")
+    end = tokenizer.token_id("<|im_end|>")
+    assert end is not None
+    check_calls_are_written_as_trained(tokenizer, end)
 
 
 def test_a_tokenizer_of_a_kind_whose_bytes_are_not_known_is_refused() -> None:

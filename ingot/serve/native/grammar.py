@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ingot.base.errors import WrongInput
 from ingot.serve.native.toolcalls import ToolFormat
+from ingot.tokenizers.chats.render import any_of_pattern
 from ingot.tokenizers.tokenizer import Tokenizer
 
 SAMPLE = '{"name": ["naïve 😀", -1.5e3, true, null]}'
@@ -34,7 +35,9 @@ but only where an answer comes to them, and after seconds in which everybody wai
 
 
 class Vocabulary:
-    """The tokens as bytes, as llguidance asks for them; special tokens are no text."""
+    """The tokens as bytes, as llguidance asks for them; special tokens are no text, other `added`
+    ones are.
+    """
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -47,34 +50,45 @@ class Vocabulary:
                 " response_format and tools need; leave them out"
             )
         try:
-            read = llguidance.LLTokenizer(_without_prefix(plain), n_vocab=size)
+            read = llguidance.LLTokenizer(_of_plain_text(plain), n_vocab=size)
         except ValueError:  # a kind of tokenizer of which llguidance knows no bytes
             raise _unknown_bytes(tokenizer) from None
         special = set(tokenizer.special_ids.values()) | set(ends)
-        # Added tokens are text, which a tokenizer without its special tokens does not have.
-        added = {tokenizer.token_id(text): text.encode() for text in tokenizer.special_texts}
+        ids = {text: tokenizer.token_id(text) for text in tokenizer.special_texts}
+        self.added = {
+            text: token for text, token in ids.items() if token is not None and token not in special
+        }
+        written = {token: text.encode() for text, token in self.added.items()}
         self.eos_token_id = min(ends)
         self.special_token_ids = sorted(special)
         self.tokens = [
             f"<special {token}>".encode()
             if token in special
-            else added.get(token) or read.decode_bytes([token])
+            else written.get(token) or read.decode_bytes([token])
             for token in range(size)
         ]
         self._read = read
 
     def __call__(self, text: str) -> list[int]:
         """Ids of exactly this text, which goes on behind other: the tokenizer's own would begin
-        with a space where it puts one before each text.
+        with a space where it puts one before each text. Added tokens are what a model was trained
+        to write, such as Qwen's `<tool_call>`.
         """
-        return self._read.tokenize_str(text)
+        if not self.added:
+            return self._read.tokenize_str(text)
+        ids: list[int] = []
+        for number, piece in enumerate(any_of_pattern(tuple(self.added)).split(text)):
+            # The pattern has one group, so every second piece is an added token.
+            ids += [self.added[piece]] if number % 2 else self._read.tokenize_str(piece)
+        return ids
 
 
-def _without_prefix(plain: str) -> str:
+def _of_plain_text(plain: str) -> str:
     """A `tokenizer.json` that puts no space before a text: what llguidance asks for goes on behind
-    other text. It knows of Metaspace's by itself.
+    other text. It knows of Metaspace's by itself. Nor has it added tokens: without the special ones
+    before them, the library would number them anew.
     """
-    values = json.loads(plain)
+    values = {**json.loads(plain), "added_tokens": []}
     first = values.get("pre_tokenizer") or {}
     for part in first.get("pretokenizers", [first]):
         if part.get("type") == "ByteLevel":
@@ -194,8 +208,9 @@ class JSONGrammars:
             eos_token=sorted(self._ends),
         )
         written = made.decode_bytes(self._tokenizer.encode(SAMPLE))
-        asked = made.decode_bytes(made.tokenize_str(SAMPLE))
-        if written.decode(errors="replace").strip() != SAMPLE or asked != SAMPLE.encode():
+        text = SAMPLE + "".join(vocabulary.added)
+        asked = made.decode_bytes(made.tokenize_str(text))
+        if written.decode(errors="replace").strip() != SAMPLE or asked != text.encode():
             raise _unknown_bytes(self._tokenizer)
         return made
 
