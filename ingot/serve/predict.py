@@ -166,21 +166,15 @@ def _answer(
         if choices.finish == "error":
             return None, {}
         return fill(loaded.tokenizer, ids, choices), _choices(told(loaded.tokenizer, choices))
+    special = loaded.tokenizer.special_in(options.stop)
     if isinstance(worker, Seq2SeqGenerator):
         whole = min(SUMMARY_TOKENS, loaded.target_positions)
         tokens = whole if options.max_tokens is None else options.max_tokens
-        (answer,) = worker.run([Seq2SeqRequest(ids, tokens, sampling, options.stop, options.beams)])
+        asked = Seq2SeqRequest(ids, tokens, sampling, options.stop, options.beams, special=special)
+        (answer,) = worker.run([asked])
     else:
-        (answer,) = worker.run(
-            [
-                Request(
-                    ids,
-                    MAX_TOKENS if options.max_tokens is None else options.max_tokens,
-                    sampling,
-                    options.stop,
-                )
-            ]
-        )
+        tokens = MAX_TOKENS if options.max_tokens is None else options.max_tokens
+        (answer,) = worker.run([Request(ids, tokens, sampling, options.stop, special=special)])
     return None if answer.finish == "error" else answer.text, {}
 
 

@@ -327,6 +327,14 @@ class Tokenizer:
         """The id of a vocabulary entry; None if there is none."""
         return self._reference.token_id(text)
 
+    def special_in(self, texts: Sequence[str]) -> dict[str, int]:
+        """The special tokens whose text is part of one of these texts, and their ids."""
+        return {
+            special: token
+            for special, token in self.special_ids.items()
+            if any(special in text for text in texts)
+        }
+
     def plain_json(self) -> str | None:
         """A `tokenizer.json` without special tokens for fast libraries; None if there is no
         equivalent one.

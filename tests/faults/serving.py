@@ -343,4 +343,20 @@ FAULTS = [
         "a forced call begins with the letters of `<tool_call>`, not with the token of its training",
         "tests/serve/test_grammar.py",
     ),
+    Fault(
+        "special-tokens-stop-nothing",
+        "ingot/models/generation/request.py",
+        'mark = self._marks.get(token, "")',
+        'mark = ""',
+        "a stop string that is a special token is never found, and answers go on behind it",
+        "tests/models/generation/test_request.py",
+    ),
+    Fault(
+        "the-harness-reads-past-the-end",
+        "ingot/evaluate/tasks/lm_eval.py",
+        "return Request(prompt, max_tokens, sampling, stop, special=special)",
+        "return Request(prompt, max_tokens, sampling, stop)",
+        "answers to lm_eval's tasks go on behind the special token that ends them",
+        "tests/evaluate/tasks/test_lm_eval.py",
+    ),
 ]

@@ -40,6 +40,22 @@ def test_a_folder_and_a_server_say_the_same(
         )
 
 
+def test_a_stop_string_may_be_a_special_token_which_texts_do_not_show(
+    folder: Path, server: Running, loaded: LoadedModel
+) -> None:
+    """Of a model that does not end with it: text goes on behind it."""
+    end, tokenizer = loaded.tokenizer.special.eos, loaded.tokenizer
+    assert end is not None
+    prompt, sampling = tokenizer.encode_prompt("the"), Sampling(2.0, seed=12)
+    tokens = [one.id for one in expected(loaded, prompt, 40, sampling).tokens]
+    cut = tokens.index(end)
+    options = {"max_tokens": 40, "temperature": 2.0, "seed": 12}
+    for target in (folder, server.url):
+        found = predict(target, "the", stop=[str(tokenizer.token(end))], **options)
+        assert found == predict(target, "the", **{**options, "max_tokens": cut})
+        assert len(found) < len(predict(target, "the", **options))
+
+
 def test_it_stops_at_the_end_of_text(tmp_path: Path, folder: Path, loaded: LoadedModel) -> None:
     tokens = [
         token.id for token in expected(loaded, loaded.tokenizer.encode_prompt("the"), 40).tokens

@@ -111,7 +111,7 @@ class HarnessModel:
                 f" {self.positions:,} positions; leave the task out"
             )
         until = settings.get("until") or []
-        stop = (until,) if isinstance(until, str) else tuple(until)
+        stop = tuple(text for text in ([until] if isinstance(until, str) else until) if text)
         sampling = (
             Sampling(
                 float(settings.get("temperature", 1.0)), float(settings.get("top_p", 1.0)), number
@@ -119,8 +119,10 @@ class HarnessModel:
             if settings.get("do_sample")
             else Sampling()
         )
-        prompt = self.subject.tokenizer.encode_prompt(context)[-(self.positions - max_tokens) :]
-        return Request(prompt, max_tokens, sampling, tuple(text for text in stop if text))
+        tokenizer = self.subject.tokenizer
+        prompt = tokenizer.encode_prompt(context)[-(self.positions - max_tokens) :]
+        special = tokenizer.special_in(stop)
+        return Request(prompt, max_tokens, sampling, stop, special=special)
 
 
 def windows(tokens: Sequence[int], start: int, positions: int) -> list[ScoredSpan]:

@@ -53,7 +53,9 @@ class GenerationJob:
         self.draws = UniformDraws(request.sampling)
         self.roll: float | None = None  # the random number of the next token, once it is drawn
         self.stream = (
-            TextStream(decode, request.prompt, request.stop, request.unstopped) if decode else None
+            TextStream(decode, request.prompt, request.stop, request.unstopped, request.special)
+            if decode
+            else None
         )
         self.waiting: list[GeneratedToken] = []  # tokens whose text is not given out yet
         self.prompt: list[PromptToken] = []  # until they are given out

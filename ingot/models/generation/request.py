@@ -4,7 +4,7 @@ needed here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -39,7 +39,8 @@ class Request:
     """A prompt and how to continue it: at most `max_tokens` tokens, until EOS (unless it is to be
     ignored), one of `stop_ids` or one of the `stop` strings; none of these ids ends it before
     `min_tokens`. `unstopped` tells by each token and the text that it makes final whether no stop
-    string counts there. `prompt_logprobs`: as `sampling.logprobs`, for the tokens of the prompt; a
+    string counts there; `special` are the special tokens in stop strings, which have no text.
+    `prompt_logprobs`: as `sampling.logprobs`, for the tokens of the prompt; a
     completion then also tells the token that ends it. Prompts with different `cache_salt` share no
     computation.
     """
@@ -49,6 +50,7 @@ class Request:
     sampling: Sampling = GREEDY
     stop: tuple[str, ...] = ()
     unstopped: Callable[[int, str], bool] | None = field(default=None, kw_only=True)
+    special: Mapping[str, int] = field(default_factory=dict, kw_only=True)
     stop_ids: tuple[int, ...] = field(default=(), kw_only=True)
     ignore_eos: bool = field(default=False, kw_only=True)
     min_tokens: int = field(default=0, kw_only=True)
@@ -182,6 +184,9 @@ Decode = Callable[[Sequence[int]], str]
 REPLACEMENT = "\ufffd"
 # An incomplete UTF-8 character has at most three bytes.
 UNSURE = 3
+# The first of the characters that stand for special tokens where stop strings are looked for:
+# halves of surrogate pairs, which no text holds.
+FIRST_MARK = 0xD800
 # Tokens decoded before the next one as context, so that a space at its beginning is kept.
 CONTEXT = 5
 # Output that never becomes valid UTF-8 would let the window grow without bound: past LONGEST it is
@@ -196,7 +201,7 @@ class TextStream:
     `context` are the prompt's tokens: the first new token is decoded after them, so that prompt and
     completion can be concatenated. `length` counts the final characters so far, including those
     held back for a stop string; `unsettled` those after them that are still replacement characters.
-    `unstopped`: as in `Request`.
+    `unstopped`, `special`: as in `Request`.
     """
 
     def __init__(
@@ -205,8 +210,13 @@ class TextStream:
         context: Sequence[int],
         stop: Sequence[str] = (),
         unstopped: Callable[[int, str], bool] | None = None,
+        special: Mapping[str, int] | None = None,
     ) -> None:
-        self._decode, self._stop = decode, tuple(stop)
+        self._decode = decode
+        marks = {text: chr(FIRST_MARK + place) for place, text in enumerate(special or ())}
+        self._marks = {token: marks[text] for text, token in (special or {}).items()}
+        self._unmarked = {ord(mark): None for mark in marks.values()}
+        self._stop = (*stop, *with_marks(stop, marks))
         self._unstopped = unstopped if self._stop else None
         self._window = list(context[-CONTEXT:])
         self._old = len(self._window)  # tokens of the window whose text is all given out
@@ -224,29 +234,34 @@ class TextStream:
         """
         fresh = self._certain(token)
         passed = self._unstopped is not None and self._unstopped(token, fresh)
-        if self.stopped or not fresh:
+        mark = self._marks.get(token, "")
+        if self.stopped or not fresh + mark:
             return ""
-        text = self._held + fresh
+        text = self._held + fresh + mark
         self.length += len(fresh)
         if passed:
             self._held = ""
-            return text
+            return self._shown(text)
         found = [place for stop in self._stop if (place := text.find(stop)) >= 0]
         if found:
             self.stopped = True
-            self.length -= len(text) - min(found)
+            self.length -= len(self._shown(text[min(found) :]))
             self._held = ""
-            return text[: min(found)]
+            return self._shown(text[: min(found)])
         keep = max((overlap(text, stop) for stop in self._stop), default=0)
         self._held = text[len(text) - keep :]
-        return text[: len(text) - keep]
+        return self._shown(text[: len(text) - keep])
 
     def finish(self) -> str:
         """The text held back for a stop string, once no more tokens follow. Replacement characters
         at the end, which may be an incomplete character, are dropped.
         """
         held, self._held = self._held, ""
-        return held
+        return self._shown(held)
+
+    def _shown(self, text: str) -> str:
+        """The text without marks of special tokens."""
+        return text.translate(self._unmarked) if self._unmarked else text
 
     def _certain(self, token: int) -> str:
         """New characters that later tokens can no longer change."""
@@ -280,6 +295,14 @@ class TextStream:
         text = self._decode(self._window)
         self._given = text[: len(text) - unsure]
         self._old = len(self._window)
+
+
+def with_marks(stop: Sequence[str], marks: Mapping[str, str]) -> list[str]:
+    """The stop strings that hold special tokens, with the mark of each in its place."""
+    marked = list(stop)
+    for special in sorted(marks, key=len, reverse=True):
+        marked = [text.replace(special, marks[special]) for text in marked]
+    return [text for text in marked if text not in stop]
 
 
 def overlap(text: str, stop: str) -> int:

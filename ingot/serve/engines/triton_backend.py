@@ -121,7 +121,8 @@ class TritonBackend:
                 f"max_tokens {tokens} is over this server's limit of {self._limit}; lower it, or"
                 " raise serve.max_tokens",
             )
-        made = options.request(self._loaded.encode(text), tokens)
+        special = self._loaded.tokenizer.special_in(options.stop)
+        made = options.request(self._loaded.encode(text), tokens, special=special)
         self._loaded.check(made)
         stream = self.utils.get_input_tensor_by_name(request, "stream")
         return _BackendRequest(

@@ -171,9 +171,10 @@ class GenerationOptions(RequestBody):
         constraint: Constraint | None = None,
         prompt_logprobs: int | None = None,
         unstopped: Callable[[int, str], bool] | None = None,
+        special: Mapping[str, int] | None = None,
     ) -> GenerationRequest:
         """The request of one prompt; `choice`: which of several answers to it, `constraint` and
-        `unstopped`: of its own.
+        `unstopped`: of its own; `special`: the special tokens in `stop`.
         """
         sampling = Sampling(
             self.temperature,
@@ -193,6 +194,7 @@ class GenerationOptions(RequestBody):
             sampling,
             tuple(self.stop),
             unstopped=unstopped,
+            special=special or {},
             stop_ids=tuple(self.stop_token_ids),
             ignore_eos=self.ignore_eos,
             min_tokens=self.min_tokens,

@@ -249,6 +249,7 @@ class Service:
                     param="logprobs",
                 )
             limit = min(limit, self.loaded.target_positions)
+        special = self.loaded.tokenizer.special_in(options.stop)
         requests = [
             options.request(
                 prompt,
@@ -258,6 +259,7 @@ class Service:
                 constraint=None if constraint is None else constraint.copy(),
                 prompt_logprobs=prompt_logprobs,
                 unstopped=None if chat is None else self._unstopped(chat),
+                special=special,
             )
             for prompt in prompts
             for choice in range(choices)

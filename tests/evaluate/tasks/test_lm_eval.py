@@ -9,6 +9,7 @@ import random
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,9 +22,9 @@ from ingot.config.sections.evaluation import LMEvalTask
 from ingot.evaluate.likelihood import ScoredSpan, encode_spans, log_likelihoods
 from ingot.evaluate.subject import TaskResult
 from ingot.evaluate.tasks import check, measure
-from ingot.evaluate.tasks.lm_eval import report, sample_interval, windows
+from ingot.evaluate.tasks.lm_eval import HarnessModel, report, sample_interval, windows
 from ingot.models.generation.generator import Generator
-from ingot.models.generation.request import Request
+from ingot.models.generation.request import Request, TextStream
 from ingot.parallel.mesh import running_mesh
 from ingot.tokenizers.load import load_tokenizer
 from tests import tolerances
@@ -31,6 +32,7 @@ from tests.evaluate.lm_eval_harness import evaluated, likelihoods, local_hellasw
 from tests.evaluate.small_models import hellaswag_lines, subject_in, with_model, write_lines
 from tests.ranks import run_ranks
 from tests.serve.running import running
+from tests.tokenizers.small import chatty
 
 ROLLING = """
 task: local_text
@@ -167,6 +169,20 @@ def test_spaces_at_the_end_of_a_context_are_the_continuations(root: Path) -> Non
     wanted = encode_spans(tokenizer, [("the ingot", " melts")])
     assert encode_spans(tokenizer, [("the ingot ", "melts")]) == wanted
     assert len(wanted[0].continuation) > 0
+
+
+def test_writing_ends_at_a_special_token_as_the_harness_has_it() -> None:
+    """Its tasks name `<|im_end|>`, with which not every model ends that writes it."""
+    tokenizer = chatty()
+    subject: Any = SimpleNamespace(
+        tokenizer=tokenizer, info=SimpleNamespace(positions=64), where="the model"
+    )
+    settings = {"until": ["Question:", "<|im_end|>"], "max_gen_toks": 8}
+    request = HarnessModel(subject)._request(0, "copper", settings)
+    stream = TextStream(tokenizer.decode, request.prompt, request.stop, special=request.special)
+    written = [*tokenizer.encode(" melts"), tokenizer.special_ids["<|im_end|>"]]
+    assert "".join(map(stream.push, written)) == " melts"
+    assert stream.stopped
 
 
 @pytest.mark.drawn("an evaluation by two ranks")

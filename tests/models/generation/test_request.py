@@ -160,6 +160,35 @@ def test_a_stop_string_inside_and_across_long_tokens() -> None:
     assert inside.stopped
 
 
+def decode_without_special(ids: Sequence[int]) -> str:
+    return decode_bytes([token for token in ids if token < 256])
+
+
+END, TURN = 256, 257
+SPECIAL = {"<end>": END, "<turn>": TURN}
+
+
+@pytest.mark.parametrize(
+    ("stop", "tokens", "text", "stopped"),
+    [
+        ("<end>", [*b"ab", END, *b"cd"], "ab", True),
+        ("<end>\n", [*b"ab", END, *b"c", END, *b"\nd"], "abc", True),
+        ("\n<turn>us", [*b"a\nb\n", TURN, *b"it\n", TURN, *b"us", *b"d"], "a\nb\nit", True),
+        ("<turn>us<end>", [*b"ab", TURN, *b"us"], "abus", False),
+        ("<end>", [*b"ab<end>cd"], "ab", True),
+        ("<end>", [*b"ab", TURN, *b"cd"], "abcd", False),
+    ],
+)
+def test_a_stop_string_holds_special_tokens_that_have_no_text(
+    stop: str, tokens: list[int], text: str, stopped: bool
+) -> None:
+    special = {name: token for name, token in SPECIAL.items() if name in stop}
+    streamed = TextStream(decode_without_special, [], [stop], special=special)
+    pieces = [streamed.push(token) for token in tokens]
+    assert "".join([*pieces, streamed.finish()]) == text
+    assert (streamed.stopped, streamed.length) == (stopped, len(text))
+
+
 def decode_each_byte(ids: Sequence[int]) -> str:
     """As sentencepiece decodes: a byte that is part of no character is one replacement."""
     text, place = "", 0
