@@ -52,6 +52,7 @@ from ingot.data.raw.ranges import SMALLEST_BYTES
 from ingot.data.raw.store import RawData, open_raw
 from ingot.data.sources.find import recipe_sources
 from ingot.data.splits import Shares, Split, check_held_out
+from ingot.data.tokenizing.encode import frame_of
 from ingot.data.tokenizing.parts import tokenise
 from ingot.data.tokenizing.tokenize import DONE, TokenisedRange
 from ingot.data.tokenizing.vocabulary import provide_tokenizer
@@ -108,6 +109,7 @@ def _prepare(recipe: Recipe, raw: RawData, engine: Engine, *, again: bool) -> Ve
     files = [FileEntry(**entry) for one in made for entry in one.files]
     _sweep(folder, files, made)
     identity, columns = tokenizer.identity(), COLUMNS[recipe.documents]
+    before, after = frame_of(recipe.documents, tokenizer)
     prepared = PreparedData(
         objective=recipe.objective.kind,
         columns=[
@@ -120,8 +122,8 @@ def _prepare(recipe: Recipe, raw: RawData, engine: Engine, *, again: bool) -> Ve
         vocab_size=tokenizer.vocab_size,
         data=data_identities(files, SPLITS, identity),
         sets={split: set_identity(sources) for split, sources in splits.items()},
-        closing=len(tokenizer.frame[1]),
-        opening=len(tokenizer.frame[0]),
+        closing=len(after),
+        opening=len(before),
         prefix=prefix_of(recipe),
         labels=recipe.labels,
     )

@@ -15,7 +15,7 @@ from ingot.base.progress import say
 from ingot.config.serving import answered, triton_question, triton_route
 from ingot.models.generation.classifier import Classifier, ClassScores
 from ingot.models.generation.fillmask import MaskChoices, MaskFiller
-from ingot.models.generation.request import Request
+from ingot.models.generation.request import Request, special_in
 from ingot.models.generation.sampling import Sampling
 from ingot.models.generation.seq2seq import Seq2SeqRequest
 from ingot.models.generation.seq2seq_generator import Seq2SeqGenerator
@@ -166,7 +166,7 @@ def _answer(
         if choices.finish == "error":
             return None, {}
         return fill(loaded.tokenizer, ids, choices), _choices(told(loaded.tokenizer, choices))
-    special = loaded.tokenizer.special_in(options.stop)
+    special = special_in(options.stop, loaded.tokenizer.special_ids)
     if isinstance(worker, Seq2SeqGenerator):
         whole = min(SUMMARY_TOKENS, loaded.target_positions)
         tokens = whole if options.max_tokens is None else options.max_tokens

@@ -130,6 +130,8 @@ class Tokenizer:
     tokenizer's own post-processor adds, `[CLS]` and `[SEP]` for BERT. If it adds nothing after a
     text, EOS is used, since a target must have an end.
     """
+    alone: tuple[list[int], list[int]]
+    """The same around a text that needs no end, such as one to classify: what others read."""
     target_frame: tuple[list[int], list[int]]
     """The same around targets. It differs only if texts are marked with their language, as for NLLB
     and mBART (`src_lang` and `tgt_lang`).
@@ -189,6 +191,7 @@ class Tokenizer:
         )
         frame = around, self._reference.after or self.after
         self.frame, _ = self._marked(frame, config, "src_lang")
+        self.alone = self.frame[0], self.frame[1] if self._reference.after else []
         self.target_frame, self.unnamed_language = self._marked(self.frame, config, "tgt_lang")
 
     def _marked(
@@ -233,7 +236,7 @@ class Tokenizer:
         return [*self.before, *self.encode(text), *self.after]
 
     def encode_framed(self, text: str) -> list[int]:
-        """Ids of a text as an encoder reads it, with `frame` around it."""
+        """Ids of a text as the encoder of pairs reads it, with `frame` around it."""
         before, after = self.frame
         return [*before, *self.encode(text), *after]
 
@@ -246,8 +249,8 @@ class Tokenizer:
         return [*before, *ids, *after]
 
     def encode_alone(self, text: str) -> list[int]:
-        """Ids of a text as the library itself frames it, where nothing is to follow."""
-        return [*self.frame[0], *self.encode(text), *self._reference.after]
+        """Ids of a text as the library itself frames it, with `alone` around it."""
+        return [*self.alone[0], *self.encode(text), *self.alone[1]]
 
     def encode_prompt(self, text: str) -> list[int]:
         """Ids of a prompt to complete: BOS if the library adds one, the text."""
@@ -327,14 +330,6 @@ class Tokenizer:
         """The id of a vocabulary entry; None if there is none."""
         return self._reference.token_id(text)
 
-    def special_in(self, texts: Sequence[str]) -> dict[str, int]:
-        """The special tokens whose text is part of one of these texts, and their ids."""
-        return {
-            special: token
-            for special, token in self.special_ids.items()
-            if any(special in text for text in texts)
-        }
-
     def plain_json(self) -> str | None:
         """A `tokenizer.json` without special tokens for fast libraries; None if there is no
         equivalent one.
@@ -352,9 +347,7 @@ class Tokenizer:
         return self._reference.lossy_reason
 
     def identity(self) -> str:
-        """Fingerprint of everything that decides about ids (vocabulary, merges, normalisation,
-        special tokens, template), not of file bytes.
-        """
+        """Fingerprint of all that decides about ids, the template included; not of file bytes."""
         return self._identity
 
     @property

@@ -32,6 +32,7 @@ from ingot.data.packing.planning import column_limits, longest_piece, truncation
 from ingot.data.packing.tables import WHOLE_RECORDS, read_packed, table_name
 from ingot.data.sources.find import recipe_sources
 from ingot.data.splits import Split
+from ingot.data.tokenizing.encode import frame_of
 from ingot.tokenizers.tokenizer import Tokenizer
 from ingot.verify.proof import NAMED, Check, check_of_faults
 
@@ -121,7 +122,7 @@ def _record_ends(recipe: Recipe, here: Tokenizer | None) -> list[int]:
         or any(source.source.startswith("megatron:") for source in sources)
     ):
         return []
-    return here.after if recipe.documents == "text" else here.frame[1]
+    return here.after if recipe.documents == "text" else frame_of(recipe.documents, here)[1]
 
 
 def _check_record_ends(recipe: Recipe, ends: Sequence[int], found: Sequence[str]) -> Check:
@@ -137,7 +138,7 @@ def _check_record_ends(recipe: Recipe, ends: Sequence[int], found: Sequence[str]
     return Check(
         what,
         None,
-        "not promised: columns that were made elsewhere, or a tokenizer that has no EOS or cannot"
+        "not promised: columns that were made elsewhere, or a tokenizer that ends no text or cannot"
         " be read",
     )
 

@@ -26,6 +26,7 @@ from ingot.data.sources.find import recipe_sources, source_files
 from ingot.data.sources.readers import parse_file
 from ingot.data.sources.source_file import SourceFile
 from ingot.data.splits import Shares
+from ingot.data.tokenizing.encode import frame_of
 from ingot.tokenizers.backend import TokenBatch, split_batch
 from ingot.tokenizers.chats.templates import for_recipe
 from ingot.tokenizers.edge_cases import describe_difference
@@ -258,7 +259,7 @@ def _frame(recipe: Recipe, tokenizer: Tokenizer) -> Iterator[Check]:
     if recipe.documents in FRAMED:
         before, after = (
             [f"{tokenizer.token(token)} ({token})" for token in tokens]
-            for tokens in tokenizer.frame
+            for tokens in frame_of(recipe.documents, tokenizer)
         )
         passed = bool(after) or recipe.documents != "pair"
         yield Check(

@@ -390,8 +390,8 @@ def test_labelled_texts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     )
     assert show_mask([path], 2) == 0
     out = capsys.readouterr().out
-    assert "<|begin_of_text|>the copper<|end_of_text|> -> bright (1)" in out
-    assert "<|begin_of_text|>rings<|end_of_text|> -> dull (0)" in out
+    assert "<|begin_of_text|>the copper -> bright (1)" in out
+    assert "<|begin_of_text|>rings -> dull (0)" in out
     assert "2 labelled texts" in out
     assert [line.split("│")[2].strip() for line in out.splitlines() if "label " in line] == [
         "1, 50.0%",

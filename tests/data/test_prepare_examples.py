@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from transformers import AutoTokenizer
 
 from ingot.base.errors import WrongInput
 from ingot.config.recipe import Recipe
@@ -196,6 +197,16 @@ def test_labelled_texts_are_framed_beside_their_labels(tmp_path: Path) -> None:
         assert (ids[0], ids[-1]) == (tokenizer.token_id("<s>"), tokenizer.token_id("</s>"))
         digits = "".join(letter for letter in text.split(".")[0] if letter.isdigit())
         assert columns["label"][number].tolist() == [1 - int(digits) % 2]
+
+
+def test_labelled_texts_have_no_end_that_their_tokenizer_does_not_put(tmp_path: Path) -> None:
+    """Who asks the classifier with transformers reads texts as it was trained on them."""
+    small, tokenizer, columns = made("labelled", tmp_path)
+    theirs = AutoTokenizer.from_pretrained(small.folder.tokenizer)
+    assert prepared_for(small).closing == 0
+    for number in range(len(columns["tokens"])):
+        ids = columns["tokens"][number].tolist()
+        assert ids == theirs(tokenizer.decode(ids))["input_ids"]
 
 
 @pytest.mark.parametrize(

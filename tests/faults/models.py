@@ -1149,4 +1149,20 @@ FAULTS = [
         "the documents of a packed row have the same noise at the same places",
         "tests/models/native/test_noise.py",
     ),
+    Fault(
+        "texts-to-classify-with-an-end-of-our-own",
+        "ingot/serve/native/model.py",
+        "        return self.tokenizer.encode_alone(text)\n",
+        "        return self.tokenizer.encode_framed(text)\n",
+        "a classifier of the hub reads an EOS behind each text that its own tokenizer does not put",
+        "tests/serve/test_kinds.py",
+    ),
+    Fault(
+        "classes-learnt-with-an-end-of-our-own",
+        "ingot/data/tokenizing/encode.py",
+        "[one.text for one in found], *tokenizer.alone)",
+        "[one.text for one in found], *tokenizer.frame)",
+        "a classifier learns from an EOS behind each text that other tools do not put there",
+        "tests/data/test_prepare_examples.py",
+    ),
 ]

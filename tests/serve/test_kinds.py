@@ -71,11 +71,6 @@ def class_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def classifier(class_folder: Path) -> LoadedModel:
-    return load(class_folder)
-
-
-@pytest.fixture(scope="module")
 def judging(class_folder: Path) -> Iterator[Running]:
     with running(class_folder) as made:
         yield made
@@ -230,21 +225,16 @@ def test_eight_together_get_what_each_gets_alone(writing: Running, judging: Runn
 
 
 @pytest.mark.drawn("kinds that are served")
-def test_a_text_gives_label_and_scores(
-    judging: Running, classifier: LoadedModel, class_folder: Path
-) -> None:
-    """transformers' own probabilities, of the ids with what the tokenizer puts around a text."""
+def test_a_text_gives_label_and_scores(judging: Running, class_folder: Path) -> None:
+    """transformers' own probabilities, of the ids of its tokenizer: it puts no end behind a text."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(class_folder)
     opened = transformers.AutoModelForSequenceClassification.from_pretrained(class_folder)
     predictions = post(
         judging, "/predict", {"instances": [*PROMPTS[:-1], {"text": PROMPTS[-1]}]}
     ).json()["predictions"]
     for prompt, prediction in zip(PROMPTS, predictions, strict=True):
         with torch.no_grad():
-            scores = (
-                opened(input_ids=torch.tensor([[0, *classifier.tokenizer.encode(prompt), 1]]))
-                .logits[0]
-                .softmax(dim=-1)
-            )
+            scores = opened(**tokenizer(prompt, return_tensors="pt")).logits[0].softmax(dim=-1)
         assert prediction["scores"] == pytest.approx(
             dict(zip(LABELS, scores.tolist(), strict=True)), abs=tolerances.LOGITS_FP32
         )

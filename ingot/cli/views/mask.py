@@ -39,7 +39,7 @@ from ingot.data.documents.chats import from_chat
 from ingot.data.documents.preferences import from_preference
 from ingot.data.documents.rated import from_rated
 from ingot.data.sample import training_texts
-from ingot.data.tokenizing.encode import TokenRecords, encode_records
+from ingot.data.tokenizing.encode import TokenRecords, encode_records, frame_of
 from ingot.tokenizers.chats.templates import for_recipe
 from ingot.tokenizers.load import load_tokenizer, resolve_tokenizer
 from ingot.tokenizers.tokenizer import Tokenizer
@@ -155,7 +155,8 @@ def _table(recipe: Recipe, tokenizer: Tokenizer, records: TokenRecords) -> Table
     )
     made.add_row("tokenizer", Text(f"{tokenizer.identity()}, {tokenizer.where}"))
     before, after = (
-        " ".join(str(tokenizer.token(token)) for token in tokens) for tokens in tokenizer.frame
+        " ".join(str(tokenizer.token(token)) for token in tokens)
+        for tokens in frame_of(recipe.documents, tokenizer)
     )
     around = f"{before or 'nothing'} before it, {after or 'nothing'} behind it"
     made.add_row(

@@ -226,7 +226,7 @@ def _labelled(
 ) -> EncodedColumns:
     found = [from_labelled(text) for text in texts]
     labels = np.array([one.label for one in found], np.int32), np.ones(len(found), np.int64)
-    return [_framed(encode_batch, [one.text for one in found], *tokenizer.frame), labels], sum(
+    return [_framed(encode_batch, [one.text for one in found], *tokenizer.alone), labels], sum(
         len(one.text.encode()) for one in found
     )
 
@@ -271,6 +271,11 @@ def encode_documents(
     return _framed(encode_batch or tokenizer.encode_batch, texts, tokenizer.before, tokenizer.after)
 
 
+def frame_of(documents: Documents, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """Ids before and after each text of pairs (sources), labelled or masked texts."""
+    return tokenizer.alone if documents == "labelled" else tokenizer.frame
+
+
 def encode_framed(
     tokenizer: Tokenizer, texts: Sequence[str], encode_batch: EncodeBatch | None = None
 ) -> tuple[Ids, Lengths]:
@@ -306,7 +311,7 @@ def identity(
         "tokenizer": tokenizer.identity(),
     }
     if documents in ("pair", "labelled", "masked"):
-        about["frame"] = tokenizer.frame
+        about["frame"] = frame_of(documents, tokenizer)
     if documents == "pair" and tokenizer.target_frame != tokenizer.frame:
         about["target_frame"] = tokenizer.target_frame
     return about | {"prefix": prefix} if documents == "pair" else about

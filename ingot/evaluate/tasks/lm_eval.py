@@ -22,7 +22,7 @@ from ingot.evaluate.generation import generate_answers
 from ingot.evaluate.likelihood import ScoredSpan, encode_spans, log_likelihoods
 from ingot.evaluate.metrics import Interval, mapped, ratio_interval
 from ingot.evaluate.subject import EvalModel, EvalModelInfo, TaskResult
-from ingot.models.generation.request import Request
+from ingot.models.generation.request import Request, special_in
 from ingot.models.generation.sampling import Sampling
 
 MAX_TOKENS = 256
@@ -121,7 +121,7 @@ class HarnessModel:
         )
         tokenizer = self.subject.tokenizer
         prompt = tokenizer.encode_prompt(context)[-(self.positions - max_tokens) :]
-        special = tokenizer.special_in(stop)
+        special = special_in(stop, tokenizer.special_ids)
         return Request(prompt, max_tokens, sampling, stop, special=special)
 
 

@@ -297,6 +297,11 @@ class TextStream:
         self._old = len(self._window)
 
 
+def special_in(stop: Sequence[str], special: Mapping[str, int]) -> dict[str, int]:
+    """The special tokens whose text is in one of the stop strings."""
+    return {name: token for name, token in special.items() if any(name in text for text in stop)}
+
+
 def with_marks(stop: Sequence[str], marks: Mapping[str, str]) -> list[str]:
     """The stop strings that hold special tokens, with the mark of each in its place."""
     marked = list(stop)

@@ -22,7 +22,7 @@ from pydantic import ValidationError
 
 from ingot.base.errors import IngotError
 from ingot.base.progress import say
-from ingot.models.generation.request import CompletionChunk, Request
+from ingot.models.generation.request import CompletionChunk, Request, special_in
 from ingot.serve.http.bodies import PredictParameters
 from ingot.serve.http.errors import ApiError, validation_error
 from ingot.serve.native.engine import BatchWorker
@@ -121,7 +121,7 @@ class TritonBackend:
                 f"max_tokens {tokens} is over this server's limit of {self._limit}; lower it, or"
                 " raise serve.max_tokens",
             )
-        special = self._loaded.tokenizer.special_in(options.stop)
+        special = special_in(options.stop, self._loaded.tokenizer.special_ids)
         made = options.request(self._loaded.encode(text), tokens, special=special)
         self._loaded.check(made)
         stream = self.utils.get_input_tensor_by_name(request, "stream")

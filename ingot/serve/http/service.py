@@ -13,6 +13,7 @@ from ingot.config.models.source import WORDS
 from ingot.config.sections.deployment import Serve
 from ingot.models.generation.fillmask import MaskRequest
 from ingot.models.generation.request import Request as GenerationRequest
+from ingot.models.generation.request import special_in
 from ingot.models.generation.seq2seq import Seq2SeqRequest
 from ingot.serve.http.bodies import GenerationOptions, PromptBounds, ResponseFormat, check_count
 from ingot.serve.http.chat import ChatBody
@@ -249,7 +250,7 @@ class Service:
                     param="logprobs",
                 )
             limit = min(limit, self.loaded.target_positions)
-        special = self.loaded.tokenizer.special_in(options.stop)
+        special = special_in(options.stop, self.loaded.tokenizer.special_ids)
         requests = [
             options.request(
                 prompt,

@@ -26,7 +26,7 @@ from ingot.models.generation.request import Request, check_request
 from ingot.models.generation.seq2seq import Seq2SeqRequest, check_seq2seq_request, check_text
 from ingot.models.generation.seq2seq_generator import Seq2SeqGenerator
 from ingot.models.hf.folder import holds_bf16, stored_shapes
-from ingot.models.hf.models import Encoder, MaskedLM, Seq2Seq, TextReader
+from ingot.models.hf.models import Encoder, MaskedLM, Seq2Seq
 from ingot.models.kinds import AnyModel, open_model
 from ingot.models.native.decoder import Decoder
 from ingot.models.native.joined import join_layers
@@ -182,10 +182,7 @@ class LoadedModel:
 
     def encode_to_embed(self, text: str) -> list[int]:
         """Token ids of a text as the model's own library frames it."""
-        text = self.pooling.read(text)
-        if isinstance(self.model, TextReader):
-            return self.tokenizer.encode_framed(self.prefix + text)
-        return self.tokenizer.encode_alone(text)
+        return self.tokenizer.encode_alone(self.pooling.read(text))
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, with the special tokens this kind of model expects. To a model that
@@ -199,7 +196,7 @@ class LoadedModel:
             return encode_with_masks(self.tokenizer, text)
         if self.kind == "seq2seq":
             return encode_with_sentinels(self.tokenizer, self.prefix + text)
-        return self.tokenizer.encode_framed(self.prefix + text)
+        return self.tokenizer.encode_alone(text)
 
     def encode_whole_chat(self, chat: Chat) -> list[int]:
         """Token ids of a chat with its answers, as a model that scores chats was trained on them.

@@ -208,7 +208,7 @@ def check_encoder(
         wanted = dict(
             zip(
                 model.labels,
-                model.logits(tokenizer.encode_framed(text))[0].softmax(dim=-1).tolist(),
+                model.logits(tokenizer.encode_alone(text))[0].softmax(dim=-1).tolist(),
                 strict=True,
             )
         )
