@@ -145,9 +145,8 @@ export function mountPlayground(root, source) {
 
   function request(panel, prompt) {
     if (state.mode in TASKS) return TASKS[state.mode].body(prompt);
-    const { temperature, top_p, max_tokens, seed } = state.knobs;
-    const body = { model: panel.model.name, temperature, top_p, max_tokens };
-    if (seed !== "") body.seed = seed;
+    const set = Object.entries(state.knobs).filter(([, value]) => value !== "");
+    const body = { model: panel.model.name, ...Object.fromEntries(set) };
     if (state.stop) body.stop = state.stop.split("|").filter(Boolean).map((text) => text.replace(/\\n/g, "\n"));
     if (state.mode === "chat") {
       body.messages = [...panel.turns.map(({ role, content }) => ({ role, content })), { role: "user", content: prompt }];

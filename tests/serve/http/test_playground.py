@@ -161,6 +161,25 @@ def test_what_was_cleared_while_it_was_written_is_not_sent_again(
     assert "Nothing asked yet" not in tab.text(".talk")
 
 
+def test_an_emptied_knob_is_the_servers_own(tab: Tab, server: Running) -> None:
+    tab.go("about:blank")
+    tab.go(f"{server.url}/")
+    tab.wait("document.querySelector('.panel-head') !== null")
+    overheard(tab)
+    complete(tab)
+    for knob in ("max_tokens", "temperature", "top_p"):
+        choose(tab, knob, "")
+    ask(tab, "the fox")
+    tab.wait(f"{STOP} === 'Send' && document.querySelector('.panel-foot').innerText !== ''")
+    assert "16 tokens" in tab.text(".panel-foot")
+    assert tab.eval("Object.keys(sent.at(-1)).sort()") == [
+        "model",
+        "prompt",
+        "stream",
+        "stream_options",
+    ]
+
+
 def test_enter_that_ends_a_word_of_an_input_method_sends_nothing(tab: Tab, server: Running) -> None:
     tab.go("about:blank")
     tab.go(f"{server.url}/")
