@@ -129,9 +129,20 @@ class DecoderLimits(Protocol):
     def max_position_embeddings(self) -> int: ...
 
 
+class TooLong(WrongInput):
+    """A prompt or text that does not fit into the model's `positions`."""
+
+    def __init__(self, message: str, positions: int) -> None:
+        super().__init__(message)
+        self.positions = positions
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (*self.args, self.positions)
+
+
 def check_request(request: Request, config: DecoderLimits) -> None:
-    """Raises WrongInput if the model cannot serve the request: no prompt tokens or too many, or
-    unknown ids.
+    """Raises WrongInput if the model cannot serve the request: no prompt tokens or too many
+    (TooLong), or unknown ids.
     """
     if not request.prompt:
         raise WrongInput(
@@ -139,10 +150,11 @@ def check_request(request: Request, config: DecoderLimits) -> None:
             " character"
         )
     if len(request.prompt) >= config.max_position_embeddings:
-        raise WrongInput(
+        raise TooLong(
             f"the prompt has {len(request.prompt):,} tokens, but the model has"
             f" {config.max_position_embeddings:,} positions for prompt and completion together;"
-            " shorten it"
+            " shorten it",
+            config.max_position_embeddings,
         )
     check_ids(request.prompt, config)
     check_ids(request.stop_ids, config, "stop_token_ids: token")

@@ -21,6 +21,7 @@ from ingot.models.generation.request import (
     DecoderLimits,
     FinishReason,
     Request,
+    TooLong,
     check_ids,
 )
 from ingot.models.generation.rules import rules_of
@@ -252,14 +253,15 @@ def check_seq2seq_request(request: Seq2SeqRequest, config: HFConfig) -> None:
 
 
 def check_text(ids: Sequence[int], config: DecoderLimits) -> None:
-    """Raises WrongInput if a text has no tokens, more than the model has positions, or unknown ids.
+    """Raises WrongInput if a text has no tokens or unknown ids, TooLong if more than positions.
     Texts are never truncated.
     """
     if not ids:
         raise WrongInput("the text is empty; give at least one character")
     if len(ids) > config.max_position_embeddings:
-        raise WrongInput(
+        raise TooLong(
             f"the text has {len(ids):,} tokens, but the model has"
-            f" {config.max_position_embeddings:,} positions; shorten it"
+            f" {config.max_position_embeddings:,} positions; shorten it",
+            config.max_position_embeddings,
         )
     check_ids(ids, config)

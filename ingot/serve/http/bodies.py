@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, model_validator
 
-from ingot.models.generation.request import Constraint
+from ingot.models.generation.request import Constraint, TooLong
 from ingot.models.generation.request import Request as GenerationRequest
 from ingot.models.generation.sampling import Sampling
 from ingot.serve.http.errors import ApiError, short
@@ -346,17 +346,17 @@ class PromptBounds:
     characters: int
 
     def check(self, prompts: Sequence[str | list[int]]) -> None:
-        """Raises ApiError 400 for too many prompts, or for a text that can never fit."""
+        """Raises ApiError 400 for too many prompts, TooLong for a text that can never fit."""
         check_count(len(prompts), self.prompts)
         for number, prompt in enumerate(prompts):
             if isinstance(prompt, str):
                 self.check_characters(len(prompt), f"prompt {number}")
 
     def check_characters(self, characters: int, what: str) -> None:
-        """Raises ApiError 400 if `what` has more characters than can fit."""
+        """Raises TooLong if `what` has more characters than can fit."""
         if characters > self.characters:
-            raise ApiError(
-                400,
+            raise TooLong(
                 f"{what} has {characters:,} characters; the model's {self.positions:,} positions"
                 f" hold at most {self.characters:,}, shorten it",
+                self.positions,
             )

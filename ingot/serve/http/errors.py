@@ -11,6 +11,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from ingot.base.errors import WrongInput
+from ingot.models.generation.request import TooLong
 
 # Of many faults in one body the first few are named; what clients send is quoted up to MAX_QUOTED
 # characters.
@@ -19,6 +20,15 @@ MAX_FAULTS, MAX_QUOTED = 4, 80
 MAX_MESSAGE = 1200
 UNREADABLE = "There was an error parsing the body"
 """What FastAPI says of a body in which no JSON can be looked for."""
+PROMPTS = {
+    "/v1/completions": "prompt",
+    "/v1/chat/completions": "messages",
+    "/v1/responses": "input",
+    "/v1/embeddings": "input",
+}
+"""The field of each route that can be too long; of the prediction route, wherever that is,
+`instances`.
+"""
 _ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
@@ -77,6 +87,16 @@ def install_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(WrongInput)
     async def wrong_input(request: Request, error: WrongInput) -> JSONResponse:
         return ApiError(400, str(error)).response()
+
+    @app.exception_handler(TooLong)
+    async def too_long(request: Request, error: TooLong) -> JSONResponse:
+        # Clients that shorten what they send, or ask another model, know OpenAI's code and words.
+        return ApiError(
+            400,
+            f"this model's maximum context length is {error.positions} tokens: {error}",
+            param=PROMPTS.get(request.url.path.rstrip("/"), "instances"),
+            code="context_length_exceeded",
+        ).response()
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:

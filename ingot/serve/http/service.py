@@ -13,7 +13,7 @@ from ingot.config.models.source import WORDS
 from ingot.config.sections.deployment import Serve
 from ingot.models.generation.fillmask import MaskRequest
 from ingot.models.generation.request import Request as GenerationRequest
-from ingot.models.generation.request import special_in
+from ingot.models.generation.request import TooLong, special_in
 from ingot.models.generation.seq2seq import Seq2SeqRequest
 from ingot.serve.http.bodies import GenerationOptions, PromptBounds, ResponseFormat, check_count
 from ingot.serve.http.chat import ChatBody
@@ -112,7 +112,7 @@ class Service:
 
     async def encode(self, prompts: Sequence[str | list[int]]) -> list[list[int]]:
         """Token ids of prompts, encoded in a thread, so that a long text does not block the
-        event loop. Raises ApiError 400 before that where they can never fit.
+        event loop. Raises ApiError 400 or TooLong before that where they can never fit.
         """
         self.bounds.check(prompts)
         encode = self.loaded.encode
@@ -128,7 +128,7 @@ class Service:
         return await asyncio.to_thread(self.loaded.encode_whole_chat, chat)
 
     def _check_size(self, chat: Chat) -> None:
-        """Raises ApiError 400 where a chat can never fit: what it says, calls and tools."""
+        """Raises TooLong where a chat can never fit: what it says, calls and tools."""
         calls = [message["tool_calls"] for message in chat.messages if "tool_calls" in message]
         beside = (json.dumps(part, ensure_ascii=False) for part in (calls, chat.tools) if part)
         said = (message.get(name) or "" for message in chat.messages for name in SAID)
@@ -314,7 +314,10 @@ class Service:
             except WrongInput as error:
                 if len(requests) == choices:
                     raise
-                raise WrongInput(f"prompt {place // choices}: {error}") from None
+                said = f"prompt {place // choices}: {error}"
+                if isinstance(error, TooLong):
+                    raise TooLong(said, error.positions) from None
+                raise WrongInput(said) from None
 
 
 def _check_logprobs(items: int) -> None:

@@ -195,7 +195,9 @@ def test_a_prompt_that_can_never_fit_is_refused_before_it_is_encoded(
     for each in (app, proxy):
         answer = post(each, path, body)
         assert answer.status_code == 400, "503 would mean that it went to the engine"
-        assert "has 800,000 characters; the model's" in answer.json()["error"]["message"]
+        error = answer.json()["error"]
+        assert "has 800,000 characters; the model's" in error["message"]
+        assert (error["code"], error["param"]) == ("context_length_exceeded", next(iter(body)))
 
 
 def test_the_longest_text_that_fits_is_not_too_long(loaded: LoadedModel) -> None:

@@ -416,6 +416,28 @@ def test_refusals_name_the_field(server: Running, body: Any, words: str) -> None
     assert set(error) == {"message", "type", "param", "code"}
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": ["a", [5] * 8192]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "fox " * 9000}]}),
+        ("/v1/responses", {"input": "fox " * 9000}),
+        ("/v1/embeddings", {"input": [5] * 8193}),
+        ("/predict", {"instances": ["fox " * 9000]}),
+    ],
+)
+def test_what_is_too_long_is_told_as_clients_look_for_it(
+    server: Running, path: str, body: dict[str, Any]
+) -> None:
+    with server.client() as client:
+        response = client.post(path, json=body)
+    error = response.json()["error"]
+    assert response.status_code == 400
+    assert (error["code"], error["param"]) == ("context_length_exceeded", next(iter(body)))
+    assert error["message"].startswith("this model's maximum context length is 8192 tokens: ")
+    assert "tokens, but the model has 8,192 positions" in error["message"]
+
+
 def test_refusals_reach_the_client_as_its_own_errors(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match="`gpt` is not served here"):
         client.completions.create(model="gpt", prompt="a")
