@@ -33,6 +33,7 @@ def router(service: Service) -> APIRouter:
     routes = APIRouter(prefix="/v1")
 
     @routes.get("/models")
+    @routes.get("/models/", include_in_schema=False)
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [_model(service)]}
 

@@ -29,6 +29,7 @@ def router(service: Service) -> APIRouter:
     routes = APIRouter(prefix="/v1/responses")
 
     @routes.post("")
+    @routes.post("/", include_in_schema=False)
     async def respond(body: ResponsesBody, request: Request) -> Response:
         return await _respond(service, body, request)
 

@@ -438,6 +438,17 @@ def test_what_is_too_long_is_told_as_clients_look_for_it(
     assert "tokens, but the model has 8,192 positions" in error["message"]
 
 
+def test_a_slash_behind_a_route_names_nothing(server: Running) -> None:
+    with server.client(follow_redirects=True) as client:
+        assert client.get("/v1/models/").json() == client.get("/v1/models").json()
+        for route, body in (
+            ("responses", {"input": "the", "max_output_tokens": 2}),
+            ("completions", {"prompt": "the", "max_tokens": 2}),
+        ):
+            answer = client.post(f"/v1/{route}/", json=body)
+            assert (answer.status_code, answer.json()["model"]) == (200, "tiny")
+
+
 def test_refusals_reach_the_client_as_its_own_errors(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match="`gpt` is not served here"):
         client.completions.create(model="gpt", prompt="a")
