@@ -26,7 +26,7 @@ from ingot.serve.engines.triton import render_triton, serve_triton
 from ingot.serve.engines.vllm import render_vllm, serve_vllm
 from ingot.serve.http import embeddings, openai, responses, vertex
 from ingot.serve.http.connection import GracefulServer, http_config
-from ingot.serve.http.errors import install_error_handlers
+from ingot.serve.http.errors import REFUSED, install_error_handlers
 from ingot.serve.http.listen import (
     bind_error,
     bound_socket,
@@ -56,7 +56,7 @@ def create_app(
     """The web application of one served model. `key`: the API key clients must send, None for
     none.
     """
-    app = FastAPI(title="ingot", version=ingot.__version__, redoc_url=None)
+    app = FastAPI(title="ingot", version=ingot.__version__, redoc_url=None, responses=REFUSED)
     install_error_handlers(app)
     routers = [
         openai.router(service),

@@ -24,7 +24,7 @@ import ingot
 from ingot.config.sections.deployment import Serve
 from ingot.serve.http.bodies import PredictBody, PromptBounds
 from ingot.serve.http.connection import http_config
-from ingot.serve.http.errors import ApiError, install_error_handlers
+from ingot.serve.http.errors import REFUSED, ApiError, install_error_handlers
 from ingot.serve.http.listen import bind_error, health_routes
 from ingot.serve.http.middleware import MAX_VALUES, ApiKeyAuth, BodyLimit, allow_origins
 from ingot.serve.http.vertex import PREDICT_TOKENS
@@ -135,7 +135,9 @@ def create_proxy(
         limits=httpx.Limits(max_connections=None),
     )
     proxy = EngineProxy(client, settings, name, bounds)
-    app = FastAPI(title="ingot", version=ingot.__version__, docs_url=None, redoc_url=None)
+    app = FastAPI(
+        title="ingot", version=ingot.__version__, docs_url=None, redoc_url=None, responses=REFUSED
+    )
     install_error_handlers(app)
     open_routes = health_routes(environ)
     for route in open_routes:

@@ -107,6 +107,10 @@ def _biases(value: Any) -> dict[int, float]:
     return biases
 
 
+Prompts = Annotated[
+    list[str | list[int]],
+    BeforeValidator(prompt_list, json_schema_input_type=str | list[int] | list[str | list[int]]),
+]
 Text = Annotated[str, BeforeValidator(clean_text)]
 WholeNumber = Annotated[int, BeforeValidator(_whole)]
 
@@ -156,7 +160,7 @@ class GenerationOptions(RequestBody):
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] = 1.0
     logit_bias: Annotated[dict[int, float], BeforeValidator(_biases)] = {}
     seed: Annotated[WholeNumber, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: Annotated[list[str], BeforeValidator(_stops)] = []
+    stop: Annotated[list[str], BeforeValidator(_stops, json_schema_input_type=str | list[str])] = []
     stop_token_ids: Annotated[list[WholeNumber], Field(max_length=MAX_STOPS)] = []
     ignore_eos: bool = False
     cache_salt: Annotated[Text, Field(min_length=1, max_length=256)] | None = None
@@ -253,7 +257,7 @@ class OpenAIRequest(GenerationOptions):
 class CompletionBody(OpenAIRequest):
     """`POST /v1/completions`."""
 
-    prompt: Annotated[list[str | list[int]], BeforeValidator(prompt_list)]
+    prompt: Prompts
     max_tokens: Annotated[WholeNumber, Field(ge=0)] | None = None
     echo: bool = False
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -278,15 +282,15 @@ class CompletionBody(OpenAIRequest):
         return self.prompt_logprobs
 
 
-def text_as(name: str) -> BeforeValidator:
-    """An instance that is a text alone is the object with it as the field `name`."""
+def text_as(name: str, instance: Any) -> BeforeValidator:
+    """An `instance` that is a text alone is the object with it as the field `name`."""
 
     def read(value: Any) -> Any:
         if not isinstance(value, str | dict):
             raise ValueError(f'give a text, or an object such as {{"{name}": "..."}}')
         return {name: value} if isinstance(value, str) else value
 
-    return BeforeValidator(read)
+    return BeforeValidator(read, json_schema_input_type=str | instance)
 
 
 class PromptInstance(RequestBody):
@@ -296,7 +300,9 @@ class PromptInstance(RequestBody):
 
 
 PromptInstances = Annotated[
-    list[Annotated[PromptInstance, text_as("prompt")]], Field(min_length=1), FailFast()
+    list[Annotated[PromptInstance, text_as("prompt", PromptInstance)]],
+    Field(min_length=1),
+    FailFast(),
 ]
 
 

@@ -134,7 +134,9 @@ class CalledFunction(RequestBody):
     """A function and what it was called with."""
 
     name: Text
-    arguments: Annotated[dict[str, Any], BeforeValidator(_arguments)]
+    arguments: Annotated[
+        dict[str, Any], BeforeValidator(_arguments, json_schema_input_type=str | dict[str, Any])
+    ]
 
 
 class ToolCallBody(RequestBody):

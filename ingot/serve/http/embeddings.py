@@ -10,10 +10,10 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from ingot.serve.http.answers import json_answer, run_unless_disconnected
-from ingot.serve.http.bodies import PromptBounds, RequestBody, WholeNumber, prompt_list
+from ingot.serve.http.bodies import PromptBounds, Prompts, RequestBody, WholeNumber
 from ingot.serve.http.errors import ApiError
 from ingot.serve.http.service import Service
 from ingot.serve.native.embedding import Embedding, EmbeddingRequest, embeds
@@ -27,7 +27,7 @@ class EmbeddingBody(RequestBody):
     """What to embed: a text, texts, token ids, or lists of these."""
 
     model: str | None = None
-    input: Annotated[list[str | list[int]], BeforeValidator(prompt_list)]
+    input: Prompts
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Annotated[WholeNumber, Field(ge=1)] | None = None
 

@@ -18,6 +18,30 @@ from ingot.models.generation.request import TooLong
 MAX_FAULTS, MAX_QUOTED = 4, 80
 # Upper bound for any error message: a chat template may quote the whole chat that it refuses.
 MAX_MESSAGE = 1200
+REFUSED: dict[int | str, dict[str, Any]] = {
+    "4XX": {
+        "description": "What is wrong with the request",
+        "content": {
+            "application/json": {
+                "schema": {
+                    "type": "object",
+                    "properties": {
+                        "error": {
+                            "type": "object",
+                            "properties": {
+                                "message": {"type": "string"},
+                                "type": {"type": "string"},
+                                "param": {"type": ["string", "null"]},
+                                "code": {"type": ["string", "null"]},
+                            },
+                        }
+                    },
+                }
+            }
+        },
+    }
+}
+"""What the routes say of errors in OpenAPI, in place of FastAPI's own 422, which is never sent."""
 UNREADABLE = "There was an error parsing the body"
 """What FastAPI says of a body in which no JSON can be looked for."""
 PROMPTS = {

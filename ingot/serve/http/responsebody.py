@@ -73,6 +73,12 @@ def _tool_choice(value: Any) -> Any:
     return value
 
 
+Said = Annotated[
+    Text | None,
+    BeforeValidator(_parts, json_schema_input_type=str | list[dict[str, Any]] | None),
+]
+
+
 class InputItem(RequestBody):
     """A message, a call of a function, or what a call gave: as one sends them, and as a response
     holds them. `id`, `status` and `phase` are read over.
@@ -83,11 +89,11 @@ class InputItem(RequestBody):
     status: Text | None = None
     phase: Text | None = None
     role: Literal["system", "developer", "user", "assistant"] | None = None
-    content: Annotated[Text | None, BeforeValidator(_parts)] = None
+    content: Said = None
     call_id: Text | None = None
     name: Text | None = None
     arguments: Text | None = None
-    output: Annotated[Text | None, BeforeValidator(_parts)] = None
+    output: Said = None
 
     @model_validator(mode="after")
     def _has_what_its_type_needs(self) -> InputItem:
@@ -184,7 +190,7 @@ class ResponsesBody(GenerationOptions):
         list[InputItem],
         Field(min_length=1, max_length=MAX_MESSAGES),
         FailFast(),
-        BeforeValidator(_items),
+        BeforeValidator(_items, json_schema_input_type=str | list[InputItem]),
     ]
     instructions: Text | None = None
     max_output_tokens: Annotated[WholeNumber, Field(ge=1)] | None = None

@@ -33,7 +33,7 @@ def router(service: Service) -> APIRouter:
     async def respond(body: ResponsesBody, request: Request) -> Response:
         return await _respond(service, body, request)
 
-    @routes.api_route("/{name:path}", methods=["GET", "POST", "DELETE"])
+    @routes.api_route("/{name:path}", methods=["GET", "POST", "DELETE"], include_in_schema=False)
     async def stored(name: str) -> Response:
         raise ApiError(
             404,

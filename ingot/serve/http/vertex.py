@@ -79,7 +79,7 @@ class ClassifyBody(RequestBody):
             Annotated[
                 Annotated[TextInstance, Tag("Text")] | Annotated[ChatInstance, Tag("Chat")],
                 Discriminator(_kind_of),
-                text_as("text"),
+                text_as("text", TextInstance | ChatInstance),
             ]
         ],
         Field(min_length=1),
@@ -98,7 +98,9 @@ class MaskBody(RequestBody):
     """Vertex AI's prediction request to a masked language model."""
 
     instances: Annotated[
-        list[Annotated[TextInstance, text_as("text")]], Field(min_length=1), FailFast()
+        list[Annotated[TextInstance, text_as("text", TextInstance)]],
+        Field(min_length=1),
+        FailFast(),
     ]
     parameters: MaskParameters = MaskParameters()
 
