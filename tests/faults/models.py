@@ -464,7 +464,7 @@ FAULTS = [
     Fault(
         "stop-text-given-out",
         "ingot/models/generation/request.py",
-        "return text[: min(found)]",
+        "return self._shown(text[: min(found)])",
         "return text",
         "the stop string is part of the answer",
     ),
