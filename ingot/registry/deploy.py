@@ -5,6 +5,7 @@ pointer; with Vertex AI the version is rolled out to an endpoint first (`vertexa
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from ingot.base.errors import Failed, WrongInput
 from ingot.base.progress import say
@@ -15,7 +16,6 @@ from ingot.registry.verbs import (
     approved_report,
     expected_live_version,
     local_model_folder,
-    newest_version,
     registry_of,
 )
 from ingot.registry.versions import (
@@ -23,6 +23,7 @@ from ingot.registry.versions import (
     ModelRegistry,
     RegisteredVersion,
     VertexVersion,
+    newest_version,
 )
 from ingot.registry.vertexai import objects
 from ingot.registry.vertexai.endpoint import RolloutPlan, find_endpoint, render_rollout
@@ -52,7 +53,7 @@ def deploy(
     recipe: Recipe, name: str, request: DeployRequest, *, is_run: bool = False
 ) -> RegisteredVersion:
     """Make a version live and return it: the version of a given number, the previous one
-    (`request.back`), or the newest; in the local registry not one that its gate refused.
+    (`request.back`), or the newest, unless its gate refused it.
 
     `is_run`: the recipe belongs to a run; with Vertex AI that run's own version is deployed then,
     if the gate approved it.
@@ -149,7 +150,7 @@ def _choose_version(
     if request.number is not None:
         return registry.version(name, request.number), BY_HAND, -1
     if not is_run:
-        version: VertexVersion = newest_version(registry, name)
+        version: VertexVersion = _newest_allowed(registry, name)
         return version, BY_HAND, -1
     report, decided = approved_report(recipe)
     found = registry.find(name, report)
@@ -187,23 +188,32 @@ def _choose_version(
 def _choose_local(
     registry: ModelRegistry[LocalVersion], name: str, request: DeployRequest
 ) -> LocalVersion:
-    """The version of the local registry that a request is about.
-
-    Without a number it is the newest, unless its gate refused it: a local version that passes goes
-    live when it is registered, so one that never was live has been refused.
-    """
+    """The version of the local registry that a request is about."""
     if request.back:
         return registry.previous(name)
     if request.number is not None:
         return registry.version(name, request.number)
-    newest: LocalVersion = newest_version(registry, name)
-    live = registry.live(name)
-    if live is not None and all(
-        change.version != newest.number for change in registry.history(name)
-    ):
+    newest: LocalVersion = _newest_allowed(registry, name)
+    return newest
+
+
+def _newest_allowed(registry: ModelRegistry[Any], name: str) -> Any:
+    """The newest version of a name.
+
+    Raises:
+        WrongInput: its gate refused it, and nobody made it live since; also where nothing is live
+            yet, as below a floor.
+    """
+    newest = newest_version(registry, name)
+    # In the local registry a version goes live as it is registered, so that one which never was has
+    # been refused.
+    refused = newest.refused if isinstance(newest, VertexVersion) else True
+    if refused and all(change.version != newest.number for change in registry.history(name)):
+        live = registry.live(name)
+        denied = "go live" if live is None else f"replace v{live.number}"
         raise WrongInput(
-            f"{name} v{newest.number} is the newest version, and no gate let it replace"
-            f" v{live.number}; `--version {newest.number}` makes it live all the same"
+            f"{name} v{newest.number} is the newest version, and no gate let it {denied};"
+            f" `--version {newest.number}` makes it live all the same"
         )
     return newest
 

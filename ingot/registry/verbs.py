@@ -33,7 +33,12 @@ from ingot.registry.decision import (
 )
 from ingot.registry.gate import decide
 from ingot.registry.local import LocalRegistry
-from ingot.registry.versions import ModelRegistry, RegisteredVersion, unchanged_since_now
+from ingot.registry.versions import (
+    ModelRegistry,
+    RegisteredVersion,
+    newest_version,
+    unchanged_since_now,
+)
 from ingot.registry.vertexai.registry import VertexRegistry
 
 SCHEMA = 1
@@ -113,10 +118,7 @@ def _compared_live(
     ):
         before: dict[str, Any] | None = decided["live"]
         return before
-    return {
-        "version": live.number,
-        **evaluation_identity(live.report),
-    }
+    return {"version": live.number, **evaluation_identity(live.report)}
 
 
 def register(recipe: Recipe) -> VerbOutcome:
@@ -136,17 +138,16 @@ def register(recipe: Recipe) -> VerbOutcome:
     report = _evaluation_report(recipe)
     _check_is_measured(recipe, report)
     known = registry.find(name, report)
-    decided = _read_decision(recipe)
-    if known is None and (decided is None or not is_about(decided, report)):
+    decided = _decision_about(recipe, report)
+    if known is None and decided is None:
         raise _no_decision(recipe)
-    version = registry.add(name, _folder(recipe), report, _lineage(recipe), unchanged)
+    given = (name, _folder(recipe), report, _lineage(recipe), unchanged)
+    if isinstance(registry, VertexRegistry):  # where it goes live later, without the run's word
+        version = registry.add(*given, decided)
+    else:
+        version = registry.add(*given)
     was_live = any(turn.version == version.number for turn in registry.history(name))
-    says_deploy = (
-        decided is not None
-        and is_about(decided, report)
-        and decided["decision"] == "deploy"
-        and not was_live
-    )
+    says_deploy = decided is not None and decided["decision"] == "deploy" and not was_live
     if decided is not None and says_deploy and recipe.registry.kind == "local":
         registry.point(
             name,
@@ -221,8 +222,9 @@ def approved_report(recipe: Recipe) -> tuple[EvaluationReport, dict[str, Any]]:
     """The run's report and the gate's decision to deploy its model. Raises WrongInput where the
     gate decided nothing about this report, or to keep the live model.
     """
-    report, decided = _evaluation_report(recipe), _read_decision(recipe)
-    if decided is None or not is_about(decided, report):
+    report = _evaluation_report(recipe)
+    decided = _decision_about(recipe, report)
+    if decided is None:
         raise _no_decision(recipe)
     if decided["decision"] != "deploy":
         raise WrongInput(
@@ -258,12 +260,6 @@ def local_model_folder(recipe: Recipe, model_hash: str) -> Path | None:
     """The local folder of the model with this hash, if it is the run's; else None."""
     made = read_lineage(_evaluated_folder(recipe)) or {}
     return _evaluated_folder(recipe) if made.get("model_hash") == model_hash else None
-
-
-def newest_version(registry: ModelRegistry[Any], name: str) -> Any:
-    """The newest version of a name. Raises WrongInput where there is none."""
-    known = registry.versions(name)
-    return known[-1] if known else registry.version(name, 1)  # raises WrongInput: there is none
 
 
 def _folder(recipe: Recipe) -> Path:
@@ -355,6 +351,12 @@ def _read_decision(recipe: Recipe) -> dict[str, Any] | None:
     if value is None or not {"live", "registry"} <= value.keys():
         return None
     return value if value["registry"] == _registry_identity(recipe) else None
+
+
+def _decision_about(recipe: Recipe, report: EvaluationReport) -> dict[str, Any] | None:
+    """The gate's decision about these numbers of this model, if there is one."""
+    decided = _read_decision(recipe)
+    return decided if decided is not None and is_about(decided, report) else None
 
 
 def _no_decision(recipe: Recipe) -> WrongInput:

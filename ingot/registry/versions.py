@@ -46,7 +46,8 @@ class VertexVersion:
     """One model in one serving container; the same files in another container are another version.
 
     `where` is the folder in the bucket, `resource` the service's name of the version, `classifies`
-    whether it is a classifier, `container` a fingerprint of its container.
+    whether it is a classifier, `container` a fingerprint of its container, `refused` whether the
+    gate decided against it.
     """
 
     name: str
@@ -61,6 +62,7 @@ class VertexVersion:
     classifies: bool
     engine: str
     container: str
+    refused: bool
 
 
 class RegisteredVersion(Protocol):
@@ -124,6 +126,12 @@ class ModelRegistry(Protocol[AnyVersion]):
         """The version's files as a local folder, downloaded if necessary."""
 
 
+def newest_version(registry: ModelRegistry[Any], name: str) -> Any:
+    """The newest version of a name. Raises WrongInput where there is none."""
+    known = registry.versions(name)
+    return known[-1] if known else registry.version(name, 1)  # raises WrongInput: there is none
+
+
 def unknown_version(
     registry: ModelRegistry[Any], name: str, number: int, known: Sequence[int]
 ) -> WrongInput:
@@ -145,8 +153,8 @@ def no_earlier(registry: ModelRegistry[Any], name: str, now: int | None) -> Wron
         return unknown_version(registry, name, 1, known)
     if now is None:
         return WrongInput(
-            f"nothing is live as {name} in {registry.place}; `ingot deploy {name}{registry.knob}`"
-            " makes the newest version live"
+            f"nothing is live as {name} in {registry.place}; `ingot deploy {name} --version"
+            f" {max(known)}{registry.knob}` makes the newest version live"
         )
     others = [number for number in known if number != now]
     return WrongInput(

@@ -393,9 +393,25 @@ FAULTS = [
     Fault(
         "refused-version-deployed",
         "ingot/registry/deploy.py",
-        "if live is not None and all(",
+        "if refused and all(",
         "if False and all(",
         "`ingot deploy NAME` makes the version live that its gate refused",
+    ),
+    Fault(
+        "refused-by-a-floor-deployed",
+        "ingot/registry/deploy.py",
+        "if refused and all(",
+        "if refused and registry.live(name) and all(",
+        "`ingot deploy NAME` makes the first version live that its gate refused by a floor",
+        "tests/registry/test_verbs.py",
+    ),
+    Fault(
+        "refusal-forgotten-there",
+        "ingot/registry/vertexai/registry.py",
+        'value.get("gate", {}).get("decision") == "keep"',
+        "False",
+        "`ingot deploy NAME` moves an endpoint's traffic to the version that its gate refused",
+        "tests/registry/test_deploy.py",
     ),
     Fault(
         "teacher-trained-again",

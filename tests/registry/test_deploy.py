@@ -15,11 +15,12 @@ from ingot.cloud.vertex import endpoints, models
 from ingot.config.recipe import Recipe
 from ingot.registry import deploy as deploying
 from ingot.registry.deploy import DeployRequest, deploy, render_deploy
-from ingot.registry.verbs import register
+from ingot.registry.verbs import gate, register
 from ingot.registry.vertexai import objects
 from ingot.registry.vertexai import probe as verification
 from tests.fakes.google import Refused
 from tests.lazy import lazy
+from tests.registry.models import trained
 from tests.registry.vertex_place import IMAGE, Place
 from tests.registry.vertexai.test_rollout import shares, two
 
@@ -121,6 +122,35 @@ def test_a_version_that_was_rolled_back_does_not_come_back_by_itself(place: Plac
         own(recipe)
     place.is_whole(1)
     assert place.deploy(2) == 2
+
+
+def test_what_its_gate_refused_moves_no_traffic_without_its_number(place: Place) -> None:
+    place.registered("one", "a", 2.5)
+    assert place.deploy() == 1
+    two, _ = place.registered("two", "b", 2.9)
+    says = "words v2 is the newest version, and no gate let it replace v1; `--version 2` makes it"
+    with nothing_changes(place):
+        for way in (deploy, render_deploy):
+            with pytest.raises(WrongInput, match=says):
+                way(place.recipe(), "words", DeployRequest())
+    register(trained(two, "b", 2.8))  # measured again, and its gate was not asked
+    with nothing_changes(place), pytest.raises(WrongInput, match=says):
+        place.deploy()
+    gate(forced := place.recipe("two", gate={"override": "deploy"}))
+    register(forced)
+    assert place.deploy() == 2, "its gate decided anew"
+    assert place.deploy(1) == 1
+    gate(two)
+    register(two)
+    assert place.deploy() == 2, "it was live since"
+    place.is_whole(2)
+
+
+def test_what_its_gate_refused_is_no_first_version_without_its_number(place: Place) -> None:
+    place.registered("one", "a", 2.5, gate={"metric": "loss/bits_per_byte", "floor": 2.0})
+    with nothing_changes(place), pytest.raises(WrongInput, match="no gate let it go live"):
+        place.deploy()
+    assert place.deploy(1) == 1
 
 
 def test_another_container_of_the_live_model_is_deployed(place: Place) -> None:

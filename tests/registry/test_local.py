@@ -289,7 +289,7 @@ def test_nothing_live_cannot_be_rolled_back(registry: LocalRegistry) -> None:
     add(registry, "a")
     with pytest.raises(
         WrongInput,
-        match=r"nothing is live as words .* `ingot deploy words registry\.path=\S+` makes the newest",
+        match=r"nothing is live as words .* `ingot deploy words --version 1 registry\.path=\S+` makes",
     ):
         registry.rollback("words", "x")
     with pytest.raises(WrongInput, match=r"nothing is registered as other in .*; it knows words"):

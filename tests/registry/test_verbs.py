@@ -419,7 +419,7 @@ def test_resolve_and_deploy_name_what_there_is(tmp_path: Path) -> None:
         registered_folder(registry(tmp_path), "words")
     with pytest.raises(WrongInput, match="words has no version 2"):
         deploy(a_recipe(tmp_path), "words", DeployRequest(2))
-    assert deploy(a_recipe(tmp_path), "words", DeployRequest()).number == 1
+    assert deploy(a_recipe(tmp_path), "words", DeployRequest(1)).number == 1
     assert registered_folder(registry(tmp_path), "words") == tmp_path / "registry" / "words" / "v1"
     with pytest.raises(WrongInput, match=r"nothing is registered as other .* it knows words"):
         registered_folder(registry(tmp_path), "other")
@@ -456,6 +456,21 @@ def test_a_version_that_its_gate_refused_goes_live_by_its_number_alone(tmp_path:
     assert deploy(recipe, "words", DeployRequest(3)).number == 3
     assert deploy(recipe, "words", DeployRequest(back=True)).number == 2
     assert deploy(recipe, "words", DeployRequest()).number == 3, "it was live by hand since"
+
+
+def test_what_its_gate_refused_goes_live_by_its_number_alone_also_as_the_first(
+    tmp_path: Path,
+) -> None:
+    recipe = a_recipe(tmp_path, gate={"metric": "loss/bits_per_byte", "floor": 2.0})
+    assert both(trained(recipe, "a", 2.5))[1].result == "words v1, nothing is live"
+    says = "words v1 is the newest version, and no gate let it go live; `--version 1` makes it live"
+    for way in (deploy, render_deploy):
+        with pytest.raises(WrongInput, match=says):
+            way(recipe, "words", DeployRequest())
+    with pytest.raises(WrongInput, match=r"`ingot deploy words --version 1 \S+` makes the newest"):
+        deploy(recipe, "words", DeployRequest(back=True))
+    assert live(tmp_path) is None
+    assert deploy(recipe, "words", DeployRequest(1)).number == 1
 
 
 def test_a_damaged_version_is_mended_by_registering_it_again(tmp_path: Path) -> None:

@@ -1,9 +1,9 @@
 """The registry in Vertex AI: versions in its Model Registry, their files and reports in the bucket.
 
 Under `gs://BUCKET/ingot/models/NAME/` lie a folder for each model with its files and a marker
-written last, a record beside it (report and lineage in full, for which the service's labels are too
-short), and the live pointer `live.json`. A registration that was killed is completed by the next
-one.
+written last, a record beside it (report, lineage and the gate's decision in full, for which the
+service's labels are too short), and the live pointer `live.json`. A registration that was killed is
+completed by the next one.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ from ingot.registry.vertexai.resources import (
     model_key,
     resource_id,
     serving_spec,
+    version_description,
     version_labels,
 )
 
@@ -141,9 +142,10 @@ class VertexRegistry:
         report: EvaluationReport,
         lineage: Mapping[str, Any],
         copied: Callable[[], None] = lambda: None,
+        decided: Mapping[str, Any] | None = None,
     ) -> VertexVersion:
-        """Upload the model in `folder` and register it with its report. An existing version gets
-        the new report, and damaged files are replaced.
+        """Upload the model in `folder` and register it with its report and what the gate `decided`.
+        An existing version gets the new ones, and damaged files are replaced.
 
         Raises:
             WrongInput: bucket or image are missing or in another region, a permission is missing,
@@ -158,7 +160,7 @@ class VertexRegistry:
             copied()
             for path, text in spec.files.items():
                 bucket.put(f"{key}-{spec.mark}{REPOSITORY_SUFFIX}{path}", text.encode())
-            self._write_record(name, key, folder, report, lineage)
+            self._write_record(name, key, folder, report, lineage, decided)
             found = self._found(name, key, spec.mark)
             if found is None:
                 self._upload(name, key, report, spec)
@@ -288,6 +290,7 @@ class VertexRegistry:
             value["classifies"],
             found.labels.get(ENGINE, self._recipe.serve.engine),
             found.labels.get(CONTAINER, ""),
+            value.get("gate", {}).get("decision") == "keep",
         )
 
     def _record(self, name: str, key: str) -> dict[str, Any] | None:
@@ -305,16 +308,20 @@ class VertexRegistry:
         folder: Path,
         report: EvaluationReport,
         lineage: Mapping[str, Any],
+        decided: Mapping[str, Any] | None,
     ) -> None:
-        """Write the record of a model; of an existing one only the report changes."""
+        """Write the record of a model; of an existing one only the report changes, and the gate's
+        decision where there is a new one.
+        """
         value = self._record(name, key) or {
             "schema": SCHEMA,
             "lineage": dict(lineage),
             "classifies": is_classifier(folder),
         }
-        text = json.dumps(
-            {**value, "report": asdict(report)}, indent=1, ensure_ascii=False, allow_nan=False
-        )
+        if decided is not None:
+            value["gate"] = {key: decided[key] for key in ("decision", "reason", "time")}
+        value["report"] = asdict(report)
+        text = json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False)
         self._bucket(name).put(f"{key}.json", text.encode())
 
     def _upload(self, name: str, key: str, report: EvaluationReport, spec: ServingSpec) -> None:
@@ -336,7 +343,7 @@ class VertexRegistry:
                 artifacts=artifacts,
                 container=spec.container,
                 labels=self._labels(report, key, spec.mark),
-                description=_description(report),
+                description=version_description(report),
             )
             try:
                 models.upload(self._google, request)
@@ -383,11 +390,3 @@ class VertexRegistry:
     def _check_region(self) -> None:
         if reason := region_mismatch(self._recipe.cloud):
             raise WrongInput(reason)
-
-
-def _description(report: EvaluationReport) -> str:
-    """One line for the cloud console."""
-    metrics = ", ".join(
-        f"{key} {metric.value:.6g}" for key, metric in sorted(report.metrics.items())[:5]
-    )
-    return f"model {report.model_hash}, tokenizer {report.tokenizer_hash}; {metrics}"

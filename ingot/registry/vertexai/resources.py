@@ -176,6 +176,14 @@ def version_labels(
     return labels
 
 
+def version_description(report: EvaluationReport) -> str:
+    """A version in one line, for the cloud console."""
+    metrics = ", ".join(
+        f"{key} {metric.value:.6g}" for key, metric in sorted(report.metrics.items())[:5]
+    )
+    return f"model {report.model_hash}, tokenizer {report.tokenizer_hash}; {metrics}"
+
+
 def label_number(value: float) -> str:
     """A number with six significant digits, its decimal point an underscore."""
     return f"{value:.6g}".replace(".", "_").replace("+", "")
