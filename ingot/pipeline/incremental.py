@@ -46,6 +46,8 @@ from ingot.report.living import keep_page, renew_page, show_page
 
 DATA_STEPS = ("ingest", "prepare")
 NOT_DONE = "not done yet"
+LAST_PAGE_S = 10.0
+"""How long a training that is over waits for a page of it that is still being written."""
 
 ExternalStamps = Mapping[str, Callable[[Recipe], Mapping[str, Any]]]
 """Verb -> a function that names what the verb reads outside the run folder (source files, the live
@@ -171,8 +173,9 @@ def page_kept(run: RunFolder, verb: str) -> Iterator[None]:
     finally:
         over.set()
         if verb == "train":
-            page.join()
-        show_page(run)
+            page.join(LAST_PAGE_S)
+        if not page.is_alive():  # else the verb would wait here for what that waits for
+            show_page(run)
 
 
 def _recorded(

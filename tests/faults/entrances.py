@@ -88,8 +88,8 @@ FAULTS = [
     Fault(
         "page-of-a-failure-still-runs",
         "ingot/pipeline/incremental.py",
-        "            page.join()\n        show_page(run)",
-        "            page.join()\n        show_page(run, verb)",
+        "waits for\n            show_page(run)",
+        "waits for\n            show_page(run, verb)",
         "the page of a training that failed says that it is running",
         "tests/pipeline/test_living_page.py",
     ),
@@ -959,5 +959,21 @@ FAULTS = [
         "False:",
         "that a task has no such documents is told once the training is done and paid for",
         "tests/cli/test_check.py",
+    ),
+    Fault(
+        "signal-within-an-import",
+        "ingot/cli/guard.py",
+        "if _is_importing(frame) and time.monotonic() < began + IMPORT_PATIENCE_S:",
+        "if False:",
+        "a stop while a library is imported is swallowed, or leaves the import lock taken",
+        "tests/cli/test_app.py",
+    ),
+    Fault(
+        "waiting-for-a-page",
+        "ingot/pipeline/incremental.py",
+        "if not page.is_alive():",
+        "if True:",
+        "a training that was stopped waits for ever for its page",
+        "tests/pipeline/test_living_page.py",
     ),
 ]

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 
 from ingot.base.runfolder import RunFolder
 from ingot.base.runlog import append_line, record_event
+from ingot.pipeline import incremental
 from ingot.pipeline.incremental import page_kept
 from ingot.report import living
 from ingot.report import page as report_page
@@ -103,6 +105,26 @@ def test_a_training_that_was_given_up_is_a_failure(run: RunFolder) -> None:
     page = page_of(run)
     assert "failed: train" in page.text
     assert "no progress in 3 attempts" in page.text
+
+
+def test_a_page_that_takes_for_ever_does_not_keep_a_training_that_is_over(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(living, "REFRESH_S", 0.0)
+    monkeypatch.setattr(incremental, "LAST_PAGE_S", 0.0)
+    begun, over, written = threading.Event(), threading.Event(), []
+
+    def write(_: RunFolder, doing: str, *__: object) -> None:
+        written.append(doing)
+        if doing:
+            begun.set()
+            over.wait()
+
+    monkeypatch.setattr(report_page, "write_page", write)
+    with page_kept(run, "train"):
+        begun.wait()
+    assert written == ["train"], "and its end is not written while that is"
+    over.set()
 
 
 def test_a_page_that_cannot_be_written_stops_nothing(
