@@ -218,20 +218,25 @@ class JsonLines:
 
 
 class TensorBoard:
-    """TensorBoard event files, by tensorboard's own writer, which needs no torch."""
+    """TensorBoard event files, by tensorboard's own writer, which needs no torch. A training that
+    begins removes those of an earlier one; one that resumes hides what lies after `resume_step`.
+    """
 
     def __init__(self, folder: Path, resume_step: int = 0) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
+        if not resume_step:
+            for path in folder.glob("events.out.tfevents.*"):
+                path.unlink()
         self._event = Event
         self._writer = EventFileWriter(str(folder))
-        if resume_step:
-            # Makes TensorBoard discard what was logged after the checkpoint.
-            start = SessionLog(status=SessionLog.START)
-            self._writer.add_event(
-                Event(wall_time=time.time(), step=resume_step + 1, session_log=start)
-            )
+        # Makes TensorBoard discard what was logged after the checkpoint, but the first one that it
+        # reads does not.
+        start = SessionLog(status=SessionLog.START)
+        self._writer.add_event(
+            Event(wall_time=time.time(), step=resume_step + 1, session_log=start)
+        )
 
     def write(self, step: int, values: Mapping[str, float | str]) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata

@@ -16,6 +16,9 @@ from tests.lazy import lazy
 EventAccumulator = lazy(
     "tensorboard.backend.event_processing.event_accumulator", "EventAccumulator"
 )
+PluginEventAccumulator = lazy(
+    "tensorboard.backend.event_processing.plugin_event_accumulator", "EventAccumulator"
+)
 
 
 def test_json_lines_hold_every_value_and_no_nan(tmp_path: Path) -> None:
@@ -104,9 +107,31 @@ def test_tensorboard_reads_back_what_was_written_and_forgets_what_was_beyond_the
         (5, -5),
         (6, -6),
     ]
+    seen = PluginEventAccumulator(str(tmp_path))  # what TensorBoard itself reads with
+    seen.Reload()
+    assert [event.step for event in seen.Tensors("train/loss")] == [1, 2, 3, 4, 5, 6]
     (text,) = reader.Tensors("samples/0")
     assert text.tensor_proto.string_val[0] == b"once **upon** a time"
     assert reader.SummaryMetadata("samples/0").plugin_data.plugin_name == "text"
+
+
+def test_a_training_that_begins_shows_nothing_of_one_that_came_to_no_checkpoint(
+    tmp_path: Path,
+) -> None:
+    other = tmp_path / "notes.txt"
+    other.write_text("the user's")
+    first = TensorBoard(tmp_path)
+    for step in range(1, 8):
+        first.write(step, {"train/loss": float(step), "eval/loss": float(step)})
+    first.close()
+    second = TensorBoard(tmp_path)
+    second.write(1, {"train/loss": -1.0})
+    second.close()
+    reader = EventAccumulator(str(tmp_path))
+    reader.Reload()
+    assert reader.Tags()["scalars"] == ["train/loss"]
+    assert [(event.step, event.value) for event in reader.Scalars("train/loss")] == [(1, -1)]
+    assert other.exists()
 
 
 WANDB = """

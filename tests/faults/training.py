@@ -1479,4 +1479,21 @@ FAULTS = [
         "time that steps waited, evaluated and saved is told as productive, too",
         "tests/train/test_goodput.py",
     ),
+    Fault(
+        "curves-of-an-earlier-training",
+        "ingot/base/runlog.py",
+        "if not resume_step:",
+        "if False:",
+        "TensorBoard mixes the curves of a training that died early with those of the next",
+        "tests/base/test_runlog.py",
+    ),
+    Fault(
+        "first-session-unmarked",
+        "ingot/base/runlog.py",
+        "        self._writer.add_event(\n            Event(wall_time=time.time(), step=resume_step + 1",
+        "        resume_step and self._writer.add_event(\n"
+        "            Event(wall_time=time.time(), step=resume_step + 1",
+        "TensorBoard shows steps behind the checkpoint twice after the first resume",
+        "tests/base/test_runlog.py",
+    ),
 ]
