@@ -10,11 +10,8 @@ import logging
 import os
 import signal
 import sys
-import threading
-import time
 import traceback
 from collections.abc import Callable
-from functools import partial
 from types import FrameType
 
 from ingot.base.errors import (
@@ -25,11 +22,10 @@ from ingot.base.errors import (
     IngotError,
     one_line,
 )
+from ingot.base.interruptible import ImportsFirst
 
 # Being stopped by a user or a scheduler is not an error.
 STOPPED = (EXIT_STOPPED, 128 + signal.SIGHUP, 128 + signal.SIGINT, 128 + signal.SIGTERM)
-IMPORT_PATIENCE_S, IMPORT_PAUSE_S = 10.0, 0.05
-"""How long a signal that comes within an import waits for its end, and looks for it how often."""
 
 
 class SignalReceived(BaseException):
@@ -63,35 +59,18 @@ def split_debug(arguments: list[str]) -> tuple[bool, list[str]]:
 def listen_to_signals() -> None:
     """Make SIGINT, SIGTERM and SIGHUP raise SignalReceived, so that unfinished work is cleaned up;
     verbs may install their own handlers.
-
-    Not within an import: what is raised there may leave the import lock taken, so that other
-    threads wait for ever, or be swallowed, as torch does with whatever ends its import of numpy.
     """
-    here, since = os.getpid(), dict[int, float]()
+    here, imports = os.getpid(), ImportsFirst()
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         if os.getpid() != here:
             os._exit(128 + number)  # a forked worker: its parent reports it
-        began = since.setdefault(number, time.monotonic())
-        if _is_importing(frame) and time.monotonic() < began + IMPORT_PATIENCE_S:
-            again = partial(signal.pthread_kill, threading.main_thread().ident or 0, number)
-            threading.Timer(IMPORT_PAUSE_S, again).start()
-            return
-        del since[number]
-        raise SignalReceived(number)
+        if not imports.put_off(number, frame):
+            raise SignalReceived(number)
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, interrupt)
-
-
-def _is_importing(frame: FrameType | None) -> bool:
-    """Whether the frame, or one that called it, is Python's import system."""
-    while frame is not None:
-        if frame.f_code.co_filename.startswith("<frozen importlib"):
-            return True
-        frame = frame.f_back
-    return False
 
 
 def write_any_text() -> None:

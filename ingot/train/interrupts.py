@@ -24,6 +24,7 @@ from types import FrameType
 from typing import Any
 
 from ingot.base.errors import Stopped
+from ingot.base.interruptible import ImportsFirst
 from ingot.base.progress import say
 
 # Ctrl-C reaches a process from the terminal and again through its launcher; both are one request.
@@ -102,6 +103,7 @@ class StopSignals:
         self._leaving, self._followed = True, False
         self._committed: int | None = None
         self._before: dict[int, Any] = {}
+        self._imports = ImportsFirst()
 
     def __enter__(self) -> StopSignals:
         hears_hangup = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
@@ -141,6 +143,8 @@ class StopSignals:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self._followed:
+            return
+        if self._leaving and not self.signum and self._imports.put_off(number, frame):
             return
         if self.signum and time.monotonic() - self._since > SAME_REQUEST_S:
             # A half-written checkpoint has no marker, so exiting now loses only uncommitted work.

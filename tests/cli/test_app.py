@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import _imp
 import errno
-import importlib
 import io
 import json
 import logging
@@ -14,8 +12,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +20,8 @@ import typer
 
 import ingot as ingot_package
 from ingot.base.errors import Failed, Stopped, WrongInput
-from ingot.cli import guard
 from ingot.cli.app import app
-from ingot.cli.guard import SignalReceived, guarded, listen_to_signals, write_any_text
+from ingot.cli.guard import SignalReceived, guarded, write_any_text
 from ingot.cli.output import print_json
 from tests.cli.commands import clean_environment, command, ingot
 from tests.launch.blocking import blocking_argv, wait_until, waiting_on
@@ -212,67 +207,6 @@ def test_a_signal_ends_a_verb_with_one_line(
     _, err = process.communicate(timeout=30)
     assert process.returncode == code
     assert err == f"stopped by {number.name}\n"
-
-
-@pytest.fixture
-def listening() -> Iterator[None]:
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.getsignal(number) for number in numbers}
-    listen_to_signals()
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
-def imported_until_a_signal(name: str) -> None:
-    importlib.import_module(name)
-    threading.Event().wait(10.0)
-
-
-@pytest.mark.usefixtures("listening")
-def test_a_signal_within_an_import_leaves_no_lock_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python's import system sees to the lock's release one line after it has taken it."""
-    take, sent = _imp.acquire_lock, []
-
-    def acquire() -> None:
-        take()
-        if not sent:
-            sent.append(True)
-            signal.raise_signal(signal.SIGTERM)
-
-    monkeypatch.delitem(sys.modules, "colorsys", raising=False)
-    monkeypatch.setattr(_imp, "acquire_lock", acquire)
-    with pytest.raises(SignalReceived):
-        imported_until_a_signal("colorsys")
-    taken = _imp.lock_held()
-    while _imp.lock_held():
-        _imp.release_lock()
-    assert sent
-    assert not taken
-
-
-SWALLOWING = """
-import signal
-raised = True
-try:
-    signal.raise_signal(signal.SIGTERM)
-    raised = False
-except BaseException:
-    pass
-"""
-
-
-@pytest.mark.usefixtures("listening")
-def test_a_signal_is_not_swallowed_by_an_import_that_comes_to_an_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(tmp_path)
-    for name in ("swallowing", "swallowing_for_ever"):
-        (tmp_path / f"{name}.py").write_text(SWALLOWING)
-    with pytest.raises(SignalReceived):
-        imported_until_a_signal("swallowing")
-    monkeypatch.setattr(guard, "IMPORT_PATIENCE_S", 0.0)
-    assert importlib.import_module("swallowing_for_ever").raised, "it need not come to an end"
 
 
 @pytest.mark.parametrize("what", ["knobs", "models"])  # printed, and drawn by rich
