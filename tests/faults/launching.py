@@ -548,4 +548,12 @@ FAULTS = [
         "a training of another user counts as killed while it runs, and a second one is let in",
         "tests/base/test_runfolder.py",
     ),
+    Fault(
+        "preemptions-counted-with-the-start-that-saved",
+        "ingot/launch/supervisor/supervise.py",
+        "self._starts_without_progress = 0 if progress else self._starts_without_progress + 1",
+        "self._starts_without_progress = (self._starts_without_progress, 0)[progress] + 1",
+        "a training that is preempted is given up a start earlier than is told",
+        "tests/launch/supervisor/test_remote_attempt.py",
+    ),
 ]

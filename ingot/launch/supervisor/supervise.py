@@ -109,6 +109,8 @@ class _Supervisor:
         """Consecutive failures without a newer checkpoint between them."""
         self._own_failures_without_progress = 0
         """Those of them caused neither by chaos nor by the place."""
+        self._starts_without_progress = 0
+        """Consecutive starts that made no newer checkpoint."""
         self._attempt_number = sum(
             event.get("kind") == "start" for event in read_lines(recipe.folder.events)
         )
@@ -209,13 +211,14 @@ class _Supervisor:
         """Why another start would not help, or None."""
         if progress:
             self._failures_without_progress = self._own_failures_without_progress = 0
+        self._starts_without_progress = 0 if progress else self._starts_without_progress + 1
         self._failures_without_progress += 1
         self._own_failures_without_progress += not (failure.by_chaos or failure.preempted)
         if self._own_failures_without_progress > 1 and not failure.by_chaos:
             return "two failures in a row without a newer checkpoint between them"
-        if self._failures_without_progress > MOST_PREEMPTIONS and failure.preempted:
+        if self._starts_without_progress > MOST_PREEMPTIONS and failure.preempted:
             return (
-                f"no newer checkpoint in {self._failures_without_progress} starts; make"
+                f"no newer checkpoint in {self._starts_without_progress} starts; make"
                 " checkpoint.every smaller, or the time limit longer"
             )
         if failure.preempted and progress:

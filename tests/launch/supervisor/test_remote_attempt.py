@@ -26,10 +26,11 @@ from ingot.launch.places import slurm_cluster
 from ingot.launch.places.local import JobExit
 from ingot.launch.places.logs import FileLog
 from ingot.launch.rendezvous import EXIT, SIGNAL, Rendezvous
+from ingot.launch.supervisor import supervise as supervising
 from ingot.launch.supervisor.attempt_watch import STOP_MARGIN_S, AttemptWatch, ChaosKills
 from ingot.launch.supervisor.budget import SpendingMeter
 from ingot.launch.supervisor.remote_attempt import RemoteAttempt, RemoteHeartbeats
-from ingot.launch.supervisor.supervise import supervise
+from ingot.launch.supervisor.supervise import MOST_PREEMPTIONS, supervise
 from tests.launch.blocking import wait_until
 from tests.small import small_recipe
 
@@ -527,6 +528,37 @@ def test_a_time_limit_is_none_of_the_restarts_allowed_where_there_was_progress(
     assert (end, len(starts)) == (JobExit(0 if progress else 75, 0), starts_expected)
     assert ("place told the job to stop; starting again from checkpoint 3\n" in told) is progress
     assert ("given up: launch.restarts=0 allows no more" in told) is not progress
+
+
+@pytest.mark.parametrize("saved", [0, 1])
+def test_as_many_preemptions_in_vain_are_borne_after_a_checkpoint_as_without(
+    saved: int,
+    tmp_path: Path,
+    place: Place,
+    begin: Begin,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The start that made the checkpoint is none of those in vain."""
+    monkeypatch.setattr(supervising, "LONGEST_WAIT_S", 0.0)
+    starts = list[RemoteAttempt]()
+
+    def start(job: Job, stops: StopRequests) -> RemoteAttempt:
+        attempt, meeting = begin()
+        starts.append(attempt)
+        place.state = "preempted"
+        for node in range(2):
+            meeting.leave(node, EXIT, rank=2 * node, code=75)
+        return attempt
+
+    supervise(
+        Job("train", ("train",), 2, 2),
+        small_recipe(tmp_path),
+        start=start,
+        checkpoints=lambda: {10: (1, 1)} if saved and starts else {},
+    )
+    assert len(starts) == saved + MOST_PREEMPTIONS + 1
+    assert f"no newer checkpoint in {MOST_PREEMPTIONS + 1} starts" in capfd.readouterr().err
 
 
 def test_a_hang_that_passes_when_its_place_asks_the_ranks_to_stop_is_a_hang_all_the_same(
