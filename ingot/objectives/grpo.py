@@ -142,7 +142,8 @@ class GRPO:
         """The summed loss, and sums that become means over the sampled tokens:
 
         policy/ratio: p / old p. policy/ratio_error: |ratio - 1|. policy/clipped: the share
-        of tokens whose ratio is clipped, and which therefore have no gradient. policy/moved: an
+        of tokens whose ratio is clipped, and whose advantage therefore gives no gradient (the
+        penalty for leaving the reference still does). policy/moved: an
         estimate of KL(old policy || policy), never negative. policy/entropy: -log p, an
         estimate of the entropy. policy/kl: log p - log p(reference), an estimate of the divergence
         from the reference.

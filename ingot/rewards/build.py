@@ -160,7 +160,10 @@ class Scorer:
     def _try(self, sample: Sample) -> Outcome:
         try:
             if self.settings.needs_reference and sample.reference is None:
-                raise RewardFailed("the sample has no reference; give the data an `answer` column")
+                raise RewardFailed(
+                    "the sample has no reference; let its chat end in an assistant turn with the"
+                    " right answer, or give a sample of a file a `reference`"
+                )
             if not self.settings.batched:
                 return _number(self._compute(sample))
             (value,) = self._compute([sample])

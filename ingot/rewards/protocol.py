@@ -18,7 +18,7 @@ class Sample:
     answer: str
     """The decoded answer without special tokens."""
     reference: str | None = None
-    """The `answer` column of the data, if it has one."""
+    """What the last assistant turn of the chat that is trained says; None if it says nothing."""
     finished: bool = True
     """Whether the answer ended by itself; False if the limit of length cut it."""
     alone: bool = True

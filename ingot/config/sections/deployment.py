@@ -63,9 +63,9 @@ class MetricGate(GateSettings):
     """Which gate."""
     metric: str | Annotated[list[str], Field(min_length=1)] | None = None
     """Metric key of the evaluation report, or its tail where that is unique; of a list, all must be
-    better. Empty: `loss/bits_per_byte`, for preferences `loss/accuracy`, for classifiers
-    `classification/accuracy`, for masked language models `loss/loss`, for training on rewards
-    `reward/mean`, for reward models `preference/accuracy`.
+    better. Empty: `loss/bits_per_byte`, for preferences and rated answers `loss/accuracy`, for
+    classifiers `classification/accuracy`, for masked language models `loss/loss`, for training on
+    rewards `reward/mean`, for reward models `preference/accuracy`.
     """
     direction: Literal["lower", "higher"] | None = None
     """Which way is better; the metric's own direction when empty."""

@@ -120,8 +120,9 @@ class GRPOSettings(ObjectiveSettings):
     normalise: Literal["fixed", "tokens", "answers"] = "fixed"
     """What the sum over answer tokens is divided by. `fixed`: `train.global_batch` times
     `max_answer_tokens`, whatever the answers, which is unbiased. `tokens`: the number of tokens of
-    all answers of the step (DAPO); steps of short answers count for more, and as the number depends
-    on the answers the gradient is biased. `answers`: each answer's mean over its own tokens, then
+    all answers of the step (DAPO), but of those that `overlong: mask` leaves out; steps of short
+    answers count for more, and as the number depends on the answers the gradient is biased.
+    `answers`: each answer's mean over its own tokens, then
     the mean over answers (GRPO as published); in a long answer each token counts for less, so that
     wrong answers grow longer.
     """

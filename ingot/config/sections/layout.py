@@ -16,7 +16,8 @@ DEGREES = ("replicate", "shard", "tensor", "pipeline", "virtual", "context", "ex
 
 class Parallel(Section):
     """Degrees of the device mesh; their product is the number of processes (`expert` is of none).
-    Whatever they are, training gives the same numbers. `parallel: auto` lets ingot choose them.
+    Whatever they are, training gives the same numbers, but for dropout within transformers' models,
+    which each rank draws for itself. `parallel: auto` lets ingot choose them.
     """
 
     degrees: Literal["given", "auto"] = "given"

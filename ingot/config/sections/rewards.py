@@ -68,7 +68,7 @@ class RewardSettings(KindSettings):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether it needs the `answer` column of the data."""
+        """Whether it needs a reference: what the last trained assistant turn of a chat says."""
         return False
 
     @property

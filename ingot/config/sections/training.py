@@ -314,8 +314,9 @@ class Train(Section):
     global_batch: Positive = 32
     """Sequences in one optimizer step, over all ranks and micro-batches."""
     micro_batch: Positive | Literal["auto"] = 8
-    """Sequences that one rank computes at once; changes memory and speed, never the result. `auto`:
-    the most that fit, found by trying.
+    """Sequences that one rank computes at once; changes memory and speed, never the result, but
+    for dropout within transformers' models, which is drawn for each micro-batch. `auto`: the most
+    that fit, found by trying.
     """
     optimizer: Optimizer = AdamW()
     """How weights follow gradients."""

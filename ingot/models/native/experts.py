@@ -89,8 +89,10 @@ class LayerRouting:
 
         For a sequence of T tokens the auxiliary loss is T times the sum over experts of f_i P_i
         (DeepSeek-V3, equations 17 to 20): f_i, without gradient, is the share of its choices that
-        fell on expert i, times N, and P_i the mean of its normalised scores. The z-loss of a token
-        is the square of the log of the sum of its exponentiated logits (Zoph et al. 2022).
+        fell on expert i, times N, and P_i the mean of its normalised scores. Choices count as they
+        were made, with correction and groups; in the paper it is the k best scores without. The
+        z-loss of a token is the square of the log of the sum of its exponentiated logits (Zoph et
+        al. 2022).
         """
         told, experts, k = self.told, scores.shape[1], chosen.shape[1]
         real = told.sequences < len(told.lengths) - 1
