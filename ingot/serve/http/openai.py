@@ -173,6 +173,7 @@ async def _chat(service: Service, body: ChatBody, request: Request) -> Response:
         [prompt],
         body,
         max_tokens=body.max_completion_tokens or body.max_tokens,
+        called="max_completion_tokens" if body.max_completion_tokens else "max_tokens",
         logprobs=body.top_logprobs if body.logprobs else None,
         choices=body.n,
         constraint=await service.chat_constraint(body),

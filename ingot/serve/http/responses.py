@@ -53,6 +53,7 @@ async def _respond(service: Service, body: ResponsesBody, request: Request) -> R
         [prompt],
         body,
         max_tokens=body.max_output_tokens,
+        called="max_output_tokens",
         constraint=await service.chat_constraint(chat),
         chat=chat,
     )

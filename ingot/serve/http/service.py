@@ -213,6 +213,7 @@ class Service:
         options: GenerationOptions,
         *,
         max_tokens: int | None,
+        called: str = "max_tokens",
         logprobs: int | None = None,
         beams: int = 1,
         choices: int = 1,
@@ -221,7 +222,8 @@ class Service:
         chat: ChatBody | None = None,
     ) -> Ticket:
         """Queue `choices` completions for each prompt. `max_tokens` None: as many as server and
-        model allow. `chat`: whose answers they are; in calls of its tools no stop string counts.
+        model allow; `called` so by the client. `chat`: whose answers they are; in calls of its
+        tools no stop string counts.
 
         Raises:
             ApiError: `max_tokens` is over the server's limit, or the queue is full, or so many
@@ -233,9 +235,9 @@ class Service:
         if max_tokens is not None and max_tokens > limit:
             raise ApiError(
                 400,
-                f"max_tokens {max_tokens} is over this server's limit of {limit}; lower it, or"
-                " raise serve.max_tokens",
-                param="max_tokens",
+                f"{called} {max_tokens} is over this server's limit of {limit}; lower it, or raise"
+                " serve.max_tokens",
+                param=called,
             )
         items = len(prompts) * choices * (max_tokens or limit) * (1 + (logprobs or 0))
         items *= logprobs is not None

@@ -188,7 +188,7 @@ def test_a_text_of_a_schema(tool_client: openai.OpenAI) -> None:
         ({"input": [{"type": "function_call", "name": "f"}]}, "`arguments` is missing in an item"),
         ({"input": [{"role": "user", "content": "a", "output": "b"}]}, "does not belong to"),
         ({"input": []}, "at least 1 item"),
-        ({"max_output_tokens": 9000}, "over this server's limit of 8000"),
+        ({"max_output_tokens": 9000}, "max_output_tokens 9000 is over this server's limit of 8000"),
     ],
 )
 def test_what_is_not_supported_is_refused(
