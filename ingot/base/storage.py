@@ -21,6 +21,7 @@ from typing import IO, Any, cast
 from ingot.base.errors import Failed, WrongInput
 from ingot.base.listing import files_below, is_there, names_like
 from ingot.base.processes import is_alive
+from ingot.base.remote.streams import WholeFile, version_of, web_client
 
 CHUNK_BYTES = 1 << 20
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP)
@@ -41,21 +42,24 @@ def stays_inside(path: str | PurePosixPath) -> bool:
 
 def _remote() -> Any:
     """fsspec, with gcsfs told that buckets are of the usual kind: it would otherwise probe each
-    bucket through an API that not every endpoint supports, and warn. Imported here: a command that
-    reads no bucket starts without it.
+    bucket through an API that not every endpoint supports, and warn; and with our client for
+    web servers. Imported here: a command that reads no bucket starts without it.
     """
     import fsspec
 
     os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
+    fsspec.config.conf.setdefault("http", {}).setdefault("get_client", web_client)
     return fsspec
 
 
 def open_read(path: str | os.PathLike[str]) -> IO[bytes]:
-    """A binary stream of a local or remote file; bytes as stored, not decompressed."""
+    """A binary stream of a local or remote file; bytes as stored, not decompressed. Of a remote one
+    all of them come, or an error.
+    """
     if not is_remote(path):
         return Path(path).open("rb")
-    # fsspec's file objects lack parts of the stream interface: readline with a size limit.
-    return io.BufferedReader(_remote().open(os.fspath(path), "rb").open(), CHUNK_BYTES)
+    filesystem, name = _remote().core.url_to_fs(os.fspath(path))
+    return io.BufferedReader(WholeFile(filesystem, name), CHUNK_BYTES)
 
 
 def is_file(path: str | os.PathLike[str]) -> bool:
@@ -138,18 +142,15 @@ def _remote_files(filesystem: Any, root: str) -> Iterable[str]:
     return files
 
 
-def stamp(path: str) -> dict[str, Any]:
+def stamp(path: str, *, fresh: bool = False) -> dict[str, Any]:
     """A cheap signature by which a change of a file is noticed: size and modification time, or the
-    object's version tag.
+    object's version tag. `fresh`: as the storage tells it now, not as it was listed.
     """
     if is_remote(path):
         filesystem, root = _remote().core.url_to_fs(path)
-        info = filesystem.info(root)
-        return {
-            "path": path,
-            "bytes": info["size"],
-            "tag": str(info.get("etag") or info.get("generation") or ""),
-        }
+        if fresh:
+            filesystem.invalidate_cache(root)
+        return {"path": path, **version_of(filesystem, root)}
     status = os.stat(path)
     return {"path": path, "bytes": status.st_size, "mtime_ns": status.st_mtime_ns}
 

@@ -1,0 +1,136 @@
+"""A file of any remote storage through fsspec: a stream that yields all of it or raises, and what
+tells that it became another one. Knows no storage by name but the web, whose servers keep to less.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+PAUSES_S = (1.0, 2.0, 4.0)
+"""Before each further try at a web server that is busy or broke off; clients of buckets try again
+by themselves.
+"""
+SILENCE_S = 60.0
+"""For how long a web server may send nothing. The client by itself limits the whole answer."""
+TAGS = ("etag", "ETag", "generation", "Last-Modified", "LastModified", "mtime")
+"""What storages call the version of a file, the surest first."""
+CHUNK_BYTES = 1 << 20
+
+T = TypeVar("T")
+
+
+async def web_client(**options: Any) -> Any:
+    """The client of web servers: it asks the proxy that $HTTP_PROXY names, and a file may take as
+    long as it comes.
+    """
+    import aiohttp
+
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=SILENCE_S, sock_read=SILENCE_S)
+    return aiohttp.ClientSession(**{"trust_env": True, "timeout": timeout, **options})
+
+
+def version_of(filesystem: Any, name: str) -> dict[str, Any]:
+    """The size of a file, 0 where nobody tells it, and its version, empty where it has none."""
+    about = _patiently(filesystem, lambda: filesystem.info(name))
+    tag = next((about[key] for key in TAGS if about.get(key)), "")
+    return {"bytes": about["size"] or 0, "tag": str(tag)}
+
+
+class WholeFile(io.RawIOBase):
+    """The bytes of a remote file, with all of the stream interface: fsspec's objects lack parts, as
+    readline with a size limit. Where the file ends before its size, or a server sends less than it
+    was asked for, reading raises OSError: fsspec takes that for the end.
+    """
+
+    def __init__(self, filesystem: Any, name: str) -> None:
+        self._filesystem, self._name, self._at = filesystem, name, 0
+        self._source = self._open()
+        size = getattr(self._source, "size", None)
+        # Of what a web server sends in one answer the object does not know the size.
+        self._streamed, self._exact = size is None and _is_web(filesystem), size is not None
+        self._bytes: int = size or version_of(filesystem, name)["bytes"]
+
+    def _open(self, **options: Any) -> Any:
+        if _is_web(self._filesystem):
+            # Its usual cache would fill up what a server sends too little of, at the wrong place.
+            options["cache_type"] = "readahead"
+        opened = functools.partial(self._filesystem.open, self._name, "rb", **options)
+        return _patiently(self._filesystem, opened)
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return not self._streamed
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        if self._streamed:
+            raise io.UnsupportedOperation("its server sends no parts of it: download it first")
+        self._at = self._source.seek(offset, whence) or self._source.tell()
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def close(self) -> None:
+        if not self.closed:
+            self._source.close()
+        super().close()
+
+    def readinto(self, buffer: Any) -> int:
+        data = self._read(len(buffer))
+        self._at += len(data)
+        due = min(len(buffer), self._bytes - self._at + len(data)) if self._exact else 1
+        if len(data) < due and self._at < self._bytes:
+            raise OSError(f"it ended after {self._at:,} of {self._bytes:,} bytes")
+        buffer[: len(data)] = data
+        return len(data)
+
+    def _read(self, size: int) -> bytes:
+        if not _is_web(self._filesystem) or self._streamed:
+            return cast("bytes", self._source.read(size))
+        try:
+            return cast("bytes", _patiently(self._filesystem, lambda: self._source.read(size)))
+        except ValueError:
+            self._stream()
+            return self._read(size)
+
+    def _stream(self) -> None:
+        """Go on in one answer from the beginning on: the server sends no ranges."""
+        self._source.close()
+        self._source = self._open(block_size=0)
+        self._streamed, self._exact = True, False
+        left = self._at
+        while left and (passed := self._source.read(min(left, CHUNK_BYTES))):
+            left -= len(passed)
+
+
+def _is_web(filesystem: Any) -> bool:
+    return "http" in filesystem.protocol
+
+
+def _patiently(filesystem: Any, act: Callable[[], T]) -> T:
+    for pause in PAUSES_S if _is_web(filesystem) else ():
+        try:
+            return act()
+        except Exception as error:  # the client passes on whatever its transport raises
+            if not _may_pass(error.__cause__ or error):
+                raise
+        time.sleep(pause)
+    return act()
+
+
+def _may_pass(error: BaseException) -> bool:
+    """Whether a web server is busy, or broke off. One that is not reached at all is told at once:
+    its address may be wrong.
+    """
+    import aiohttp
+
+    if isinstance(error, aiohttp.ClientResponseError):
+        return error.status == 429 or error.status >= 500
+    broke_off = (aiohttp.ServerConnectionError, aiohttp.ClientPayloadError, TimeoutError)
+    return isinstance(error, broke_off)
