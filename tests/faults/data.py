@@ -1484,4 +1484,28 @@ FAULTS = [
         "of existing columns with several sequences a document, some are trained on twice and others never",
         "tests/data/columns/test_megatron.py",
     ),
+    Fault(
+        "source-changes-while-it-is-read",
+        "ingot/data/sources/source_file.py",
+        "        yield item\n    _check_version(file)",
+        "        yield item",
+        "a file behind an address that is written again while it is read becomes a mixture of both",
+        "tests/data/sources/test_web.py",
+    ),
+    Fault(
+        "source-that-ends-early",
+        "ingot/base/remote/streams.py",
+        "if len(data) < due and self._at < self._bytes:",
+        "if False:",
+        "what came of a remote file before its server gave out is taken for all of it",
+        "tests/base/remote/test_streams.py",
+    ),
+    Fault(
+        "web-file-without-a-version",
+        "ingot/base/remote/streams.py",
+        'TAGS = ("etag", "ETag", "generation", "Last-Modified", "LastModified", "mtime")',
+        'TAGS = ("etag", "generation")',
+        "a file behind an address that is written again at the same size is not seen",
+        "tests/base/remote/test_streams.py",
+    ),
 ]

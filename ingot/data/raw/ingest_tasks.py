@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO
 
-from ingot.base.errors import Failed, IngotError, WrongInput
+from ingot.base.errors import WrongInput
 from ingot.base.markers import FileEntry
 from ingot.base.storage import is_remote, open_read
 from ingot.config.sections.data import OnBad
@@ -24,7 +24,13 @@ from ingot.data.engines.engine import Advance
 from ingot.data.raw.store import RawPart, Text, write_parts
 from ingot.data.sources.find import records_of
 from ingot.data.sources.readers import parse_file
-from ingot.data.sources.source_file import SourceFile, compression, utf8_safe
+from ingot.data.sources.source_file import (
+    SourceFile,
+    compression,
+    of_one_version,
+    remote_errors,
+    utf8_safe,
+)
 from ingot.data.splits import Split, chosen
 
 CHUNK_BYTES = 1 << 20
@@ -224,12 +230,13 @@ class _TaskReader:
 
     def _items(self, piece: FileBlock) -> Iterator[ParsedDocument | BadRecord]:
         at, kind = piece.begin, records_of(piece.file)
-        with contextlib.ExitStack() as stack:
-            try:
+        try:
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(remote_errors(piece.file))
                 stream: IO[bytes] | None = None
                 if kind is None:
                     stream = stack.enter_context(_open_buffered(piece.file.path))
-                    items = self._parse(piece, stream)
+                    items = of_one_version(piece.file, self._parse(piece, stream))
                 else:
                     items = kind.read(piece.file, self._task.extractor)
                 for number, item in enumerate(items, start=1):
@@ -238,19 +245,8 @@ class _TaskReader:
                         now = stream.tell() if stream and not stream.closed else at
                         self._advance(max(now - at, 0))
                         at = max(at, now)
-            except IngotError:
-                raise
-            except Exception as error:
-                # A bucket's client raises its own errors, and a retry may help; a local file stays
-                # unreadable.
-                if is_remote(piece.file.path):
-                    raise Failed(
-                        f"{piece.file.path} broke off ({' '.join(str(error).split())[:200]}); run"
-                        " the same command again"
-                    ) from error
-                if not isinstance(error, OSError):
-                    raise
-                yield BadRecord(1, "unreadable file", str(error), ends_file=True)
+        except OSError as error:  # of a local file, which stays unreadable
+            yield BadRecord(1, "unreadable file", str(error), ends_file=True)
         self._advance(max(piece.begin + piece.bytes - at, 0))
 
     def _parse(self, piece: FileBlock, stream: IO[bytes]) -> Iterator[ParsedDocument | BadRecord]:

@@ -22,7 +22,7 @@ from ingot.data.documents.records import BadRecord, ParsedDocument, not_an_objec
 from ingot.data.sources.find import fetch_files, find_source, records_of
 from ingot.data.sources.readers import parse_file
 from ingot.data.sources.selection import Tell
-from ingot.data.sources.source_file import SourceFile
+from ingot.data.sources.source_file import SourceFile, of_one_version, remote_errors
 
 FILES = ("jsonl", "json", "parquet", "csv", "tsv", "arrow")
 
@@ -154,5 +154,6 @@ def _items(file: SourceFile) -> Iterator[ParsedDocument | BadRecord]:
     if (kind := records_of(file)) is not None:
         yield from kind.read(file, _WholeRecords())
         return
-    with open_read(file.path) as stream:
-        yield from parse_file(stream, file.path, file.format, _WholeRecords())
+    with remote_errors(file), open_read(file.path) as stream:
+        items = parse_file(stream, file.path, file.format, _WholeRecords())
+        yield from of_one_version(file, items)

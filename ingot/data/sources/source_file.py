@@ -4,17 +4,20 @@ stamped; and the cache of facts about remote sources.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 from urllib.parse import parse_qsl, urlsplit
 
-from ingot.base.errors import IngotError
+from ingot.base.errors import Failed, IngotError, one_line
 from ingot.base.markers import fingerprint
-from ingot.base.storage import write_atomic
+from ingot.base.storage import is_remote, stamp, write_atomic
 from ingot.base.userfolders import cache_folder
+from ingot.data.documents.records import BadRecord, ParsedDocument
 
 Format = Literal[
     "jsonl",
@@ -66,6 +69,49 @@ class SourceFile:
     @property
     def bytes(self) -> int:
         return int(self.stamp.get("bytes", 0))
+
+
+def of_one_version(
+    file: SourceFile, items: Iterable[ParsedDocument | BadRecord]
+) -> Iterator[ParsedDocument | BadRecord]:
+    """What is read of `file`, as it comes. A remote one is read in many requests: it is asked for
+    its stamp again at the end, and where the first record is bad, which then is nobody's mistake.
+
+    Raises:
+        Failed: it is another file than the one that was found.
+    """
+    doubted = False
+    for item in items:
+        if isinstance(item, BadRecord) and not doubted:
+            _check_version(file)
+            doubted = True
+        yield item
+    _check_version(file)
+
+
+def _check_version(file: SourceFile) -> None:
+    if not is_remote(file.path):
+        return
+    now = stamp(file.path, fresh=True)
+    if any(file.stamp.get(key, now[key]) != now[key] for key in ("bytes", "tag")):
+        raise Failed(f"{file.path} changed while it was read; run the same command again")
+
+
+@contextlib.contextmanager
+def remote_errors(file: SourceFile) -> Iterator[None]:
+    """Turn what a storage's client raises while a remote file is read into Failed: it has errors of
+    its own, and another try may help. Those of a local file pass.
+    """
+    try:
+        yield
+    except IngotError:
+        raise
+    except Exception as error:
+        if not is_remote(file.path):
+            raise
+        raise Failed(
+            f"{file.path} broke off ({one_line(error)}); run the same command again"
+        ) from error
 
 
 def without_query(path: str) -> str:
