@@ -14,6 +14,7 @@ from ingot.base.hub import ASK_S
 from ingot.base.markers import fingerprint
 from ingot.base.progress import say
 from ingot.base.storage import find_files, stamp
+from ingot.base.userfolders import cache_folder
 from ingot.config.sections.data import SourceSettings
 from ingot.data.documents.kinds import DocumentExtractor
 from ingot.data.documents.records import BadRecord, ParsedDocument
@@ -84,8 +85,13 @@ def open_split(where: dict[str, Any], knob: str) -> Any:
             split=where["split"],
             streaming=True,
             revision=None if folder else where["revision"],
+            # Where the hub cannot be reached, the library takes whatever version somebody prepared
+            # in its cache. In a folder of ours there is none.
+            cache_dir=str(cache_folder() / "datasets"),
         )
     except (FileNotFoundError, ValueError, RuntimeError) as error:
+        if _is_out_of_reach(error):
+            raise _unreachable(where["path"], knob, error) from error
         raise WrongInput(
             f"{knob} {where['path']} cannot be used: {one_line(error)}; check its name, subset and"
             " `split`"
@@ -120,6 +126,17 @@ def revision_of(name: str, knob: str) -> str:
         ) from error
     except Exception as error:  # as in `open_split`
         raise _unreachable(f"hf:{name}", knob, error) from error
+
+
+def _is_out_of_reach(error: BaseException | None) -> bool:
+    """Whether the hub did not answer as it should: the library tells that as a file that is not
+    found, and what it was in the error's context.
+    """
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    while error is not None and not isinstance(error, LocalEntryNotFoundError):
+        error = error.__context__
+    return error is not None
 
 
 def _unreachable(name: str, knob: str, error: Exception) -> Failed:

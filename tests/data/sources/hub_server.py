@@ -19,6 +19,8 @@ class Server(Loopback):
     def __init__(self, name: str, files: dict[str, bytes]) -> None:
         super().__init__(_Handler)
         self.name, self.files = name, files
+        self.busy = False
+        """Its files are refused, by a code that clients do not try again: they would wait."""
 
     @property
     def commit(self) -> str:
@@ -56,6 +58,8 @@ class _Handler(BaseHTTPRequestHandler):
             )
         elif path.startswith(f"{about}/tree/{server.commit}"):
             self._json(self._tree(path.removeprefix(f"{about}/tree/{server.commit}").strip("/")))
+        elif path.startswith(files) and self.server.busy:
+            self._send(418, b"", {})
         elif path.startswith(files) and (name := path.removeprefix(files)) in server.files:
             self._file(server.files[name])
         else:

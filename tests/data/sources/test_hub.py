@@ -45,6 +45,9 @@ from ingot.data.sources.find import source_stamps
 def do(name, source):
     recipe = load_recipe((), [f"name={name}", f"output={sys.argv[1]}", "data.train=" + json.dumps([source]), "tokenizer.source=train",
                               "model.source=preset:llama-3m", "data.engine.workers=1"], environ={}, dotenv=None)
+    if name == "elsewhere":
+        import datasets
+        return datasets.load_dataset("org/set", "en", split="train")["text"][:1]
     if name == "stamps":
         return source_stamps(recipe)["train"]
     ingest(recipe)
@@ -151,6 +154,20 @@ def test_the_commit_is_the_stamp_and_a_hub_out_of_reach_is_not_waited_for(
     assert known == seen[0]
     assert "the hub cannot be reached; hf:org/set:de is taken to be as it was" in found[1]
     assert "hf:org/other cannot be reached" in unknown["error"]
+
+
+@pytest.mark.drawn("sets of a hub")
+def test_a_busy_hub_is_no_older_version_and_no_mistake_in_the_recipe(
+    tmp_path: Path, hub: Server
+) -> None:
+    """The library takes what somebody loaded before, of whatever version, for what it cannot get;
+    and calls what it cannot get not there.
+    """
+    assert do(tmp_path, hub, ("elsewhere", {"source": "hf:org/set:en"}))[0] == [["one"]]
+    hub.files["en/train-0.jsonl"] = lines("newer")
+    hub.busy = True
+    (found,) = do(tmp_path, hub, ("en", {"source": "hf:org/set:en"}))[0]
+    assert "data.train[0].source hf:org/set:en cannot be reached" in found["error"]
 
 
 def test_a_folder_laid_out_like_a_set(tmp_path: Path) -> None:
