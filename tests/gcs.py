@@ -61,7 +61,9 @@ class Fault:
     - `code` answers with that error, and nothing is done;
     - `code` and `lose`: it is done, and the answer is the error all the same;
     - `cut`: the connection breaks in the middle of the body, of an upload or of an answer;
-    - `short`: half of what was asked for comes back as if that were all of it.
+    - `short`: half of what was asked for comes back as if that were all of it;
+    - `flip`: a bit of the answer turns over on the way;
+    - `page`: something on the way answers for the service.
     `delay_s` passes before any of them, or before a good answer.
     """
 
@@ -70,6 +72,8 @@ class Fault:
     lose: bool = False
     cut: bool = False
     short: bool = False
+    flip: bool = False
+    page: bool = False
     delay_s: float = 0.0
     message: str = "on purpose"
 
@@ -296,7 +300,10 @@ class _Handler(BaseHTTPRequestHandler):
             if answer is not None
             else b""
         )
+        if fault.page:
+            code, data = 200, b"<html>try again later</html>"
         sent = data[: len(data) // 2] if fault.cut or fault.short else data
+        sent = bytes([data[0] ^ 1]) + data[1:] if fault.flip else sent
         self.send_response(code)
         for key, value in {"Content-Type": "application/json", **headers}.items():
             self.send_header(key, value)

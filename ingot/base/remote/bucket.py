@@ -176,9 +176,11 @@ class Bucket:
         self._fetch(name, stream, None)
         return stream.getvalue()
 
-    def get_to_file(self, name: str, path: Path, *, digest: Digest | None = None) -> Blob:
-        """Read an object into a file and compare its checksum; `digest` is updated with its bytes.
-        The file is not flushed to disk.
+    def get_to_file(
+        self, name: str, path: Path, *, digest: Callable[[], Digest] | None = None
+    ) -> Blob:
+        """Read an object into a file and compare its checksum. The digest that `digest` made last
+        is updated with its bytes. The file is not flushed to disk.
 
         Raises:
             Missing: there is no such object.
@@ -296,15 +298,25 @@ class Bucket:
             raise
         return self._blob(about)
 
-    def _fetch(self, name: str, stream: IO[bytes], digest: Digest | None) -> Blob:
-        """Read an object into `stream`; after an interruption the rest of the same generation."""
+    def _fetch(self, name: str, stream: IO[bytes], digest: Callable[[], Digest] | None) -> Blob:
+        """Read an object into `stream`. Only what comes damaged twice is: it may have been one
+        answer, or something on the way that answered for the service.
+        """
+        try:
+            return self._fetch_once(name, _Sink(stream, digest and digest()))
+        except Corrupt:
+            stream.seek(0)
+            stream.truncate()
+            return self._fetch_once(name, _Sink(stream, digest and digest()))
+
+    def _fetch_once(self, name: str, sink: _Sink) -> Blob:
+        """After an interruption the rest of the same generation is read, for as long as some of it
+        comes.
+        """
         about = self.stat(name)
         if about is None:
             raise Missing(f"{self.url_of(name)} is not there; see what lies in {self.url}")
-        sink, blob = (
-            _Sink(stream, digest),
-            self._bucket.blob(self._prefix + name, generation=about.generation),
-        )
+        blob = self._bucket.blob(self._prefix + name, generation=about.generation)
 
         def advance() -> None:
             blob.download_to_file(
@@ -317,8 +329,13 @@ class Bucket:
             if sink.bytes < about.bytes:
                 raise ConnectionError(f"{sink.bytes} of {about.bytes} bytes came")
 
-        while sink.bytes < about.bytes:
-            self._retried(advance, name, "read")
+        while (before := sink.bytes) < about.bytes:
+            try:
+                self._retried(advance, name, "read")
+            except Failed as error:
+                out_of_time = isinstance(error.__cause__, google_packages().RetryError)
+                if not out_of_time or sink.bytes == before:
+                    raise
         if sink.crc32c != about.crc32c:
             raise Corrupt(
                 f"{self.url_of(name)} is damaged: it has CRC32C {sink.crc32c}, {about.crc32c} was"

@@ -90,7 +90,7 @@ def google_packages() -> SimpleNamespace:
         WrongInput: one of them is not installed.
     """
     try:
-        from google.api_core.exceptions import from_http_status
+        from google.api_core.exceptions import RetryError, from_http_status
         from google.auth import default
         from google.auth.credentials import AnonymousCredentials
         from google.auth.exceptions import DefaultCredentialsError, RefreshError
@@ -111,6 +111,7 @@ def google_packages() -> SimpleNamespace:
         refused=from_http_status,
         DefaultCredentialsError=DefaultCredentialsError,
         RefreshError=RefreshError,
+        RetryError=RetryError,
         Checksum=Checksum,
     )
 

@@ -20,7 +20,7 @@ from typing import TypeVar
 from ingot.base.errors import Failed
 from ingot.base.progress import Progress
 from ingot.base.remote import bucket as storage
-from ingot.base.remote.bucket import Blob, Bucket, crc32c
+from ingot.base.remote.bucket import Blob, Bucket, Digest, crc32c
 from ingot.base.remote.service import Conflict, Missing, given_up
 from ingot.base.storage import disk_errors
 
@@ -199,8 +199,14 @@ def fetch_file(
     with disk_errors(path):
         partial.parent.mkdir(parents=True, exist_ok=True)
     digest = hashlib.sha256()
+
+    def begin() -> Digest:
+        nonlocal digest
+        digest = hashlib.sha256()
+        return digest
+
     try:
-        blob = bucket.get_to_file(key, partial, digest=digest if sha256 else None)
+        blob = bucket.get_to_file(key, partial, digest=begin if sha256 else None)
         if content not in (None, (blob.bytes, blob.crc32c)):
             raise OtherContent(
                 f"{bucket.url_of(key)} has {blob.bytes} bytes, CRC32C {blob.crc32c}, which is not"

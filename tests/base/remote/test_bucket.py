@@ -21,6 +21,7 @@ from ingot.base.remote import bucket as bucket_module
 from ingot.base.remote import service as upload
 from ingot.base.remote.bucket import Bucket, open_bucket
 from ingot.base.remote.service import EMULATOR, Conflict, Corrupt, Missing, google_packages
+from ingot.base.remote.transfer import fetch_file
 from tests.gcs import KEPT_BYTES, Server, crc32c, serving
 
 CHUNK = 2 * KEPT_BYTES
@@ -55,7 +56,7 @@ def test_what_is_put_comes_back(
     assert bucket.put("empty", b"").bytes == 0
     assert bucket.get("a/small") == b"some bytes"
     assert bucket.get("empty") == b""
-    assert bucket.get_to_file("a/large", tmp_path / "back", digest=digest).crc32c == crc32c(
+    assert bucket.get_to_file("a/large", tmp_path / "back", digest=lambda: digest).crc32c == crc32c(
         large.read_bytes()
     )
     assert (tmp_path / "back").read_bytes() == large.read_bytes()
@@ -230,6 +231,41 @@ def test_an_answer_that_breaks_off_or_is_short_is_completed(
     bucket.get_to_file("x", tmp_path / "back")
     assert (tmp_path / "back").read_bytes() == large.read_bytes()
     assert server.counts["media"] == 4
+
+
+def test_a_download_that_takes_longer_than_patience_goes_on_as_long_as_something_comes(
+    server: Server, bucket: Bucket, large: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No break is waited for within patience here: each uses it up."""
+    for pause in ("FIRST_PAUSE_S", "LONGEST_PAUSE_S"):
+        monkeypatch.setattr(bucket_module, pause, 1e9)
+    bucket.put("x", large)
+    server.fault("media", 3, cut=True)
+    bucket.get_to_file("x", tmp_path / "back")
+    assert (tmp_path / "back").read_bytes() == large.read_bytes()
+    server.fault("media", cut=True)
+    server.fault("media", code=503)
+    with pytest.raises(Failed, match="could not read gs://bucket/runs/one/x within 5 s"):
+        bucket.get_to_file("x", tmp_path / "back")
+
+
+@pytest.mark.parametrize("reader", ["get", "get_to_file", "fetch_file"])
+@pytest.mark.parametrize("whim", ["page", "flip"])
+def test_one_bad_answer_is_no_damage(
+    server: Server, bucket: Bucket, tmp_path: Path, reader: str, whim: str
+) -> None:
+    """What stands in the bucket is whole: read anew, it comes as it is."""
+    data, back = os.urandom(5000), tmp_path / "back"
+    bucket.put("x", data)
+    server.fault("media", **{whim: True})
+    if reader == "get":
+        assert bucket.get("x") == data
+        return
+    if reader == "get_to_file":
+        bucket.get_to_file("x", back)
+    else:
+        fetch_file(bucket, "x", back, sha256=hashlib.sha256(data).hexdigest())
+    assert back.read_bytes() == data
 
 
 def test_an_object_that_changes_while_it_is_read_is_not_mixed(

@@ -110,7 +110,7 @@ def test_what_is_under_way_when_nobody_waits_for_it_any_more_ends_too(
     def act(name: str) -> None:
         try:
             if name == "download":
-                bucket.get_to_file("large", tmp_path / "large", digest=Slow())
+                bucket.get_to_file("large", tmp_path / "large", digest=Slow)
             elif name == "upload":
                 Slow().update(b"")
                 bucket.put("small", b"")
