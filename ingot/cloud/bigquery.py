@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ingot.base.errors import Failed, WrongInput, one_line
+from ingot.base.remote.service import is_passing_refusal
 
 PAGE_ROWS = 50_000
 """Upper limit only: the service ends a page at about 20 MB, which bounds memory, while short rows
@@ -51,6 +52,10 @@ def query_rows(sql: str, *, project: str | None = None) -> Iterator[dict[str, An
             for row in page:
                 yield dict(row.items())
     except RefreshError as error:
+        if is_passing_refusal(error):
+            raise Failed(
+                f"no credentials for BigQuery come ({one_line(error)}); run the same command again"
+            ) from error
         raise WrongInput(
             f"the credentials for BigQuery are refused ({one_line(error)}); run `gcloud auth"
             " application-default login`"

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ingot.base.errors import Failed, WrongInput
-from ingot.base.remote.service import service_message
+from ingot.base.remote.service import is_passing_refusal, service_message
 from ingot.config.sections.deployment import Cloud
 
 SCOPE = "https://www.googleapis.com/auth/cloud-platform"
@@ -227,6 +227,11 @@ def google_errors(what: str, *, missing: str = "", denied: str = "") -> Iterator
     try:
         yield
     except google["RefreshError"] as error:
+        if is_passing_refusal(error):
+            raise Failed(
+                f"could not {what}: no credentials come ({service_message(error)}); run the same"
+                " command again"
+            ) from error
         raise WrongInput(
             f"could not {what}: the credentials are refused ({service_message(error)}); {LOGIN}"
         ) from error
@@ -283,7 +288,10 @@ def call_api(
     with google_errors(what, missing=missing, denied=denied):
         retry = (
             google["Retry"](
-                predicate=passing, initial=FIRST_WAIT_S, maximum=10.0, timeout=PATIENCE_S
+                predicate=lambda error: passing(error) or is_passing_refusal(error),
+                initial=FIRST_WAIT_S,
+                maximum=10.0,
+                timeout=PATIENCE_S,
             )
             if again
             else None

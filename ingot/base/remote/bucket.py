@@ -9,25 +9,28 @@ object; 0 stands for no object.
 
 from __future__ import annotations
 
-import base64
 import functools
 import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import IO, Any, Protocol, TypeVar
+from typing import IO, Any, TypeVar
 
 from ingot.base.errors import Failed, IngotError, WrongInput
 from ingot.base.remote.service import (
     Conflict,
     Corrupt,
+    Digest,
     Missing,
     ResumableUpload,
+    Sink,
     UploadSource,
     connect,
     given_up,
     google_packages,
+    is_passing_refusal,
+    service_message,
     translate_error,
 )
 from ingot.base.storage import CHUNK_BYTES, disk_errors
@@ -43,12 +46,6 @@ WHOLE_BYTES = 8 << 20
 _FIELDS = "items(name,size,crc32c,generation,updated),nextPageToken"
 
 T = TypeVar("T")
-
-
-class Digest(Protocol):
-    """The method of hashlib's objects that is used here."""
-
-    def update(self, data: bytes, /) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -79,7 +76,7 @@ def open_bucket(url: str, *, patience_s: float | None = None) -> Bucket:
 
 def crc32c(path: Path) -> str:
     """A file's checksum as the service writes it."""
-    sink = _Sink(None, None)
+    sink = Sink(None, None)
     with path.open("rb") as stream:
         while data := stream.read(CHUNK_BYTES):
             sink.write(data)
@@ -135,7 +132,7 @@ class Bucket:
         Raises:
             Conflict: there is an object with other content.
         """
-        sink = _Sink(None, None)
+        sink = Sink(None, None)
         if isinstance(content, bytes):
             sink.write(content)
         size, checksum = (
@@ -303,13 +300,13 @@ class Bucket:
         answer, or something on the way that answered for the service.
         """
         try:
-            return self._fetch_once(name, _Sink(stream, digest and digest()))
+            return self._fetch_once(name, Sink(stream, digest and digest()))
         except Corrupt:
             stream.seek(0)
             stream.truncate()
-            return self._fetch_once(name, _Sink(stream, digest and digest()))
+            return self._fetch_once(name, Sink(stream, digest and digest()))
 
-    def _fetch_once(self, name: str, sink: _Sink) -> Blob:
+    def _fetch_once(self, name: str, sink: Sink) -> Blob:
         """After an interruption the rest of the same generation is read, for as long as some of it
         comes.
         """
@@ -365,7 +362,12 @@ class Bucket:
 
         def attempt() -> T:
             given_up.check()
-            return act()
+            try:
+                return act()
+            except Exception as error:
+                if is_passing_refusal(error):
+                    raise ConnectionError(service_message(error)) from error  # which is repeated
+                raise
 
         try:
             done: T = retry(attempt)()
@@ -374,32 +376,3 @@ class Bucket:
         except Exception as error:
             raise translate_error(error, self.url_of(name), verb, self._patience_s) from error
         return done
-
-
-class _Sink:
-    """Counts bytes and computes their checksum while they are written to a stream, if there is
-    one.
-    """
-
-    def __init__(self, stream: IO[bytes] | None, digest: Digest | None) -> None:
-        self._stream, self._digest, self._crc, self.bytes = (
-            stream,
-            digest,
-            google_packages().Checksum(),
-            0,
-        )
-
-    def write(self, data: bytes) -> int:
-        given_up.check()
-        if self._stream is not None:
-            with disk_errors(str(getattr(self._stream, "name", "memory"))):
-                self._stream.write(data)
-        if self._digest is not None:
-            self._digest.update(data)
-        self._crc.update(data)
-        self.bytes += len(data)
-        return len(data)
-
-    @property
-    def crc32c(self) -> str:
-        return base64.b64encode(self._crc.digest()).decode()

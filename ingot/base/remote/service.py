@@ -8,6 +8,7 @@ can write to it, so only the owner may read the note.
 
 from __future__ import annotations
 
+import base64
 import functools
 import json
 import os
@@ -17,9 +18,10 @@ from dataclasses import asdict, dataclass
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import IO, Any, Protocol
 
 from ingot.base.errors import Failed, IngotError, WrongInput, one_line
+from ingot.base.storage import disk_errors
 
 EMULATOR = "STORAGE_EMULATOR_HOST"
 
@@ -116,6 +118,17 @@ def google_packages() -> SimpleNamespace:
     )
 
 
+def is_passing_refusal(error: BaseException) -> bool:
+    """Whether credentials are not given for now only: whoever hands them out, such as the metadata
+    server of a machine, is not reached or busy. An answer of it that says no is none of these.
+    """
+    from google.auth.exceptions import RefreshError, TransportError
+
+    cause = error.__cause__
+    unanswered = isinstance(cause, TransportError) and len(cause.args) == 1  # else with the answer
+    return isinstance(error, RefreshError) and (error.retryable or unanswered)
+
+
 def translate_error(error: Any, url: str, verb: str, patience_s: float) -> IngotError:
     """Our error for the failed attempt to `verb` (read, write, list, delete, look at) `url`."""
     code, short = getattr(error, "code", None), service_message(error)
@@ -162,6 +175,41 @@ def service_message(error: Any) -> str:
     except (AttributeError, KeyError, TypeError, ValueError):
         text = getattr(error, "message", None) or str(error) or type(error).__name__
     return one_line(text)
+
+
+class Digest(Protocol):
+    """The method of hashlib's objects that is used here."""
+
+    def update(self, data: bytes, /) -> None: ...
+
+
+class Sink:
+    """Counts bytes and computes their checksum while they are written to a stream, if there is
+    one.
+    """
+
+    def __init__(self, stream: IO[bytes] | None, digest: Digest | None) -> None:
+        self._stream, self._digest, self._crc, self.bytes = (
+            stream,
+            digest,
+            google_packages().Checksum(),
+            0,
+        )
+
+    def write(self, data: bytes) -> int:
+        given_up.check()
+        if self._stream is not None:
+            with disk_errors(str(getattr(self._stream, "name", "memory"))):
+                self._stream.write(data)
+        if self._digest is not None:
+            self._digest.update(data)
+        self._crc.update(data)
+        self.bytes += len(data)
+        return len(data)
+
+    @property
+    def crc32c(self) -> str:
+        return base64.b64encode(self._crc.digest()).decode()
 
 
 CHUNK_BYTES = 32 << 20

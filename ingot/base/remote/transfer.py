@@ -20,8 +20,8 @@ from typing import TypeVar
 from ingot.base.errors import Failed
 from ingot.base.progress import Progress
 from ingot.base.remote import bucket as storage
-from ingot.base.remote.bucket import Blob, Bucket, Digest, crc32c
-from ingot.base.remote.service import Conflict, Missing, given_up
+from ingot.base.remote.bucket import Blob, Bucket, crc32c
+from ingot.base.remote.service import Conflict, Digest, Missing, given_up
 from ingot.base.storage import disk_errors
 
 CONCURRENT_FILES = 4
