@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ingot.base.errors import Failed, WrongInput
+from ingot.base.errors import Failed, WrongInput, one_line
 from ingot.base.lazy import lazy_import
 from ingot.base.progress import say
 from ingot.checkpoints.export import DTYPES, ExportType, export_model
@@ -39,6 +39,8 @@ else:  # every training imports this module, and few ask a server
     httpx = lazy_import("httpx")
 
 POLL_S = 0.5
+PAUSES_S = (1.0, 2.0, 4.0)
+"""Before each further try of a request that a busy server refused."""
 NAME = "policy"
 SCORED = 16
 """Answers of each rollout whose log-probabilities are computed here as well."""
@@ -147,10 +149,12 @@ class PolicyServer:
                 self._client.get("/weight_info", timeout=10 * POLL_S).raise_for_status()
                 return True
             except httpx.HTTPStatusError as error:
-                raise WrongInput(
-                    f"{self._sampler.url} answers {error.response.status_code} to /weight_info;"
-                    f" start vLLM with its interface for weights: {self.command}"
-                ) from None
+                # One that is starting, or what stands before it, answers that it is busy.
+                if not _may_pass(error):
+                    raise WrongInput(
+                        f"{self._sampler.url} answers {error.response.status_code} to /weight_info;"
+                        f" start vLLM with its interface for weights: {self.command}"
+                    ) from None
             except httpx.HTTPError:
                 pass
             if not told:
@@ -200,7 +204,7 @@ class PolicyServer:
             "stop_token_ids": self._eos,
             "skip_special_tokens": False,
         }
-        (choice,) = self._post("/v1/completions", body)["choices"]
+        (choice,) = self._again(lambda: self._post("/v1/completions", body))["choices"]
         ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
         if choice.get("prompt_token_ids", body["prompt"]) != body["prompt"]:
             raise Failed(f"{self._sampler.url} answered another prompt than it was asked")
@@ -220,25 +224,49 @@ class PolicyServer:
                 return None
         return [one.result() for one in asked]
 
+    def _again(self, ask: Callable[[], Any]) -> Any:
+        """What does no harm twice, as an answer that has a seed: hundreds of others would be lost
+        for one that a busy server refused.
+        """
+        for pause in PAUSES_S:
+            try:
+                return ask()
+            except Failed as error:
+                if not isinstance(error.__cause__, httpx.HTTPError) or not _may_pass(
+                    error.__cause__
+                ):
+                    raise
+            time.sleep(pause)
+        return ask()
+
     def _post(self, path: str, body: dict[str, Any]) -> Any:
+        return self._request("POST", path, body)
+
+    def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         try:
-            response = self._client.post(path, json=body)
+            response = self._client.request(method, path, json=body)
             response.raise_for_status()
         except httpx.HTTPStatusError as error:
-            said = error.response.text[:200]
+            said = one_line(error.response.text, 200)
             raise Failed(
                 f"vLLM at {self._sampler.url} refuses {path}: {error.response.status_code} {said};"
                 f" start it with: {self.command}"
-            ) from None
+            ) from error
         except httpx.HTTPError as error:
             raise Failed(
                 f"vLLM at {self._sampler.url} does not answer {path}: {type(error).__name__};"
                 " start it again, and go on with the same command"
-            ) from None
-        return response.json() if response.content else {}
+            ) from error
+        try:
+            return response.json() if response.content else {}
+        except ValueError as error:
+            raise Failed(
+                f"{self._sampler.url} answers {path} as no vLLM does:"
+                f" {one_line(response.text, 80)}; start it with: {self.command}"
+            ) from error
 
     def _check_version(self, version: str) -> None:
-        held = self._client.get("/weight_info").json().get("weight_version")
+        held = self._again(lambda: self._request("GET", "/weight_info")).get("weight_version")
         if held != version:
             raise Failed(
                 f"vLLM at {self._sampler.url} was started again, or given other weights, while it"
@@ -264,6 +292,14 @@ class PolicyServer:
                 " away from those of the weights that it was given (objective.sampler.tolerance"
                 f" {self._sampler.tolerance:g}); start it with: {self.command}"
             )
+
+
+def _may_pass(error: httpx.HTTPError) -> bool:
+    """Whether the server, or what stands before it, is busy, or the connection broke."""
+    if isinstance(error, httpx.HTTPStatusError):
+        code = error.response.status_code
+        return code == httpx.codes.TOO_MANY_REQUESTS or code >= httpx.codes.INTERNAL_SERVER_ERROR
+    return isinstance(error, httpx.NetworkError | httpx.RemoteProtocolError)
 
 
 def score(model: Decoder, prompt: Sequence[int], ids: Sequence[int], temperature: float) -> Tensor:

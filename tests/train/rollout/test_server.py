@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar, cast
 
 import pytest
 import torch
@@ -15,9 +18,18 @@ from ingot.models.generation.policy import PolicySampler, answer_draws
 from ingot.models.native.config import DecoderConfig
 from ingot.models.native.decoder import Decoder
 from ingot.models.parameters import init_weights
-from ingot.train.rollout.server import EMBEDDING, EMPTY, answer_seed, score, unlike
+from ingot.train.rollout import server
+from ingot.train.rollout.server import (
+    EMBEDDING,
+    EMPTY,
+    PolicyServer,
+    answer_seed,
+    score,
+    unlike,
+)
 from ingot.train.trainer import train
 from tests import tolerances
+from tests.loopback import Loopback
 from tests.ranks import free_port
 from tests.small import TINY_MODEL
 from tests.train.rollout.digits import apart, digits_recipe, made_ready
@@ -93,6 +105,85 @@ def test_a_training_tells_how_the_server_is_started(tmp_path: Path) -> None:
     assert json.loads((folder / "config.json").read_text())["tie_word_embeddings"] is False
     (head,) = load_file(folder / "head.safetensors").values()
     assert torch.equal(head, load_file(folder / "model.safetensors")[EMBEDDING])
+
+
+class _Busy(BaseHTTPRequestHandler):
+    """Answers a path with what is planned for it, once each, and then as vLLM does."""
+
+    protocol_version = "HTTP/1.1"
+    plans: ClassVar[dict[str, list[tuple[int, bytes]]]] = {}
+    answers: ClassVar = {
+        "/weight_info": {"weight_version": "v1"},
+        "/v1/completions": {
+            "choices": [{"token_ids": [1, 2], "logprobs": {"token_logprobs": [-1.0, -2.0]}}]
+        },
+    }
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        planned = self.plans.get(self.path, [])
+        code, data = (
+            planned.pop(0) if planned else (200, json.dumps(self.answers[self.path]).encode())
+        )
+        if not code:
+            self.close_connection = True
+            return
+        self.send_response(code)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    do_GET = do_POST
+
+    def log_message(self, *_: Any) -> None:
+        """Quiet."""
+
+
+@pytest.fixture
+def vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PolicyServer]:
+    monkeypatch.setattr(server, "PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr(server, "POLL_S", 0.01)
+    web = Loopback(_Busy)
+    given = {"sampler": {"url": web.address}, "old_logprobs": "recomputed"}
+    recipe = digits_recipe(tmp_path, given)
+    setup = SimpleNamespace(recipe=recipe, compute="fp32")
+    made = PolicyServer(cast("Any", setup), tmp_path / "sampler", [2])
+    yield made
+    made.close()
+    web.server_close()
+    _Busy.plans.clear()
+
+
+DROPPED, BUSY, MANY, PAGE = (0, b""), (503, b"busy"), (429, b"busy"), (200, b"<html>")
+
+
+@pytest.mark.parametrize("whim", [DROPPED, BUSY, MANY])
+def test_a_server_that_is_busy_for_a_moment_costs_no_training(
+    vllm: PolicyServer, whim: tuple[int, bytes]
+) -> None:
+    """Neither where it starts, nor the answers that others gave meanwhile."""
+    for path in _Busy.answers:
+        _Busy.plans[path] = [whim, whim]
+    assert vllm._wait(lambda: False)
+    assert vllm._ask([1], 1).ids == [1, 2]
+    _Busy.plans["/weight_info"] = [whim]
+    vllm._check_version("v1")
+    _Busy.plans["/v1/completions"] = [whim] * 3
+    with pytest.raises(Failed, match=r"vLLM at .* /v1/completions"):
+        vllm._ask([1], 1)
+
+
+def test_what_is_no_vllm_is_told(vllm: PolicyServer) -> None:
+    _Busy.plans |= {path: [PAGE] for path in _Busy.answers}
+    for ask in (lambda: vllm._ask([1], 1), lambda: vllm._check_version("v1")):
+        with pytest.raises(Failed, match=r"as no vLLM does: <html>; start it with"):
+            ask()
+    _Busy.plans["/weight_info"] = [(404, b"")]
+    with pytest.raises(WrongInput, match="answers 404 to /weight_info"):
+        vllm._wait(lambda: False)
+    _Busy.plans["/v1/completions"] = [(400, b"too long")]
+    with pytest.raises(Failed, match="refuses /v1/completions: 400 too long"):
+        vllm._ask([1], 1)
 
 
 @pytest.mark.parametrize(
