@@ -22,13 +22,18 @@ def fetch_model(name: str, revision: str | None = None, *, tokenizer_only: bool 
         WrongInput: no such model or revision, or it needs a token.
         Failed: the hub cannot be reached and the model is not in the cache.
     """
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import HfApi, snapshot_download
 
     patterns = [
         pattern for pattern in MODEL_FILES if not (tokenizer_only and pattern == "*.safetensors")
     ]
     with _hub_errors(name, revision):
-        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+        folder = Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+        if not any(folder.glob("tokenizer.json" if tokenizer_only else "*.safetensors")):
+            # Of a hub that does not answer the client gives what another command fetched, such as
+            # the configuration alone: that the model lacks the rest is only known of one that does.
+            HfApi().model_info(name, revision=revision, timeout=ASK_S)
+    return folder
 
 
 def fetch_config(name: str, revision: str | None = None) -> Path:

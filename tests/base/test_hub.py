@@ -14,6 +14,7 @@ FETCH = """
 import sys
 from ingot.base.errors import IngotError
 from ingot.base import hub
+hub.fetch_tokenizer = lambda name: hub.fetch_model(name, tokenizer_only=True)
 try:
     print(getattr(hub, sys.argv[2])(sys.argv[1]))
 except IngotError as error:
@@ -41,6 +42,9 @@ def test_a_model_in_the_cache_is_found_without_a_network_and_another_is_named(
     (snapshot / "config.json").write_text("{}")
     (tmp_path / "models--org--tiny" / "refs").mkdir()
     (tmp_path / "models--org--tiny" / "refs" / "main").write_text("a" * 40)
+    assert "hf:org/tiny cannot be fetched" in fetch_offline(tmp_path, "org/tiny"), "no weights"
+    (snapshot / "model.safetensors").write_bytes(b"")
+    assert "hf:org/tiny cannot be fetched" in fetch_offline(tmp_path, "org/tiny", "fetch_tokenizer")
     assert fetch_offline(tmp_path, "org/tiny") == str(snapshot)
     assert "hf:org/other cannot be fetched" in (said := fetch_offline(tmp_path, "org/other"))
     assert said.startswith("Failed ")
@@ -48,7 +52,7 @@ def test_a_model_in_the_cache_is_found_without_a_network_and_another_is_named(
     assert fetch_offline(tmp_path, "org/tiny", "ask_tokenizer").startswith("Failed "), "not whole"
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (snapshot / name).write_text("{}")
-    assert fetch_offline(tmp_path, "org/tiny", "ask_tokenizer") == str(snapshot)
+    assert fetch_offline(tmp_path, "org/tiny", "fetch_tokenizer") == str(snapshot)
 
 
 @pytest.mark.parametrize("name", ["a/b/c", "org/", "with space", "../up"])
