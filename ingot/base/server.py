@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import os
 import queue
 import re
@@ -14,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import IO, TYPE_CHECKING, Any
 
 from ingot.base.environment import RESOLVED_VARIABLE
-from ingot.base.errors import Failed
+from ingot.base.errors import Failed, one_line
 from ingot.base.lazy import lazy_import
 from ingot.base.processes import preexec_die_with_parent
 
@@ -72,7 +73,13 @@ def ask(
 ) -> Any:
     """The server's answer, parsed from JSON. Raises Failed if it does not answer or refuses."""
     try:
-        response = httpx.post(f"{url}{route}", json=body, headers=headers, timeout=ANSWER_TIMEOUT_S)
+        response = httpx.post(
+            f"{url}{route}",
+            json=body,
+            headers=headers,
+            timeout=ANSWER_TIMEOUT_S,
+            trust_env=heeds_proxy(url),
+        )
     except httpx.HTTPError as error:
         raise Failed(
             f"the server at {url} did not answer ({type(error).__name__}: {error}); run the same"
@@ -81,9 +88,30 @@ def ask(
     if response.status_code != httpx.codes.OK:
         raise Failed(
             f"the server answered {response.status_code} on {route}:"
-            f" {' '.join(response.text.split())[:300]}; mend `serve` in the recipe"
+            f" {one_line(response.text)}; mend `serve` in the recipe"
         )
-    return response.json()
+    try:
+        return response.json()
+    except ValueError as error:
+        raise Failed(
+            f"the server at {url} answered no JSON on {route} ({one_line(response.text, 80)}); see"
+            " what listens there"
+        ) from error
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a name or an address is this machine's own."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def heeds_proxy(url: str) -> bool:
+    """Whether a client of the server at `url` asks the proxy that $HTTP_PROXY names, httpx's
+    `trust_env`. None can reach a server of this machine, and it would read what that is asked.
+    """
+    return not is_loopback(httpx.URL(url).host)
 
 
 def _relay(stream: IO[bytes], lines: queue.SimpleQueue[str | None]) -> None:
@@ -122,7 +150,8 @@ def _wait_for_health(process: subprocess.Popen[bytes], url: str) -> None:
             raise Failed(f"the server ended (exit {process.returncode}); its message stands above")
         with contextlib.suppress(httpx.HTTPError):
             if any(
-                httpx.get(f"{url}{route}", timeout=5.0).status_code == httpx.codes.OK
+                httpx.get(f"{url}{route}", timeout=5.0, trust_env=heeds_proxy(url)).status_code
+                == httpx.codes.OK
                 for route in ("/health", "/v2/health/ready")
             ):
                 return  # /v2/health/ready is Triton's

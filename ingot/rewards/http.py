@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 
 from ingot.base.errors import WrongInput
+from ingot.base.server import heeds_proxy
 from ingot.config.sections.rewards import HttpReward
 from ingot.rewards.protocol import RewardFailed, Sample
 
@@ -33,6 +34,7 @@ class Http:
             timeout=settings.timeout,
             limits=httpx.Limits(max_connections=settings.at_once),
             headers=_headers(settings),
+            trust_env=heeds_proxy(settings.url),
         )
         self._thread.start()
 

@@ -25,6 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 import ingot
 from ingot.base.errors import IngotError
 from ingot.base.progress import say
+from ingot.base.server import is_loopback
 from ingot.registry.local import LocalRegistry
 from ingot.serve.http.connection import GracefulServer, http_config
 from ingot.serve.http.listen import bound_socket, url_host
@@ -129,13 +130,6 @@ def host_name(header: str) -> str:
     if header.startswith("["):
         return header[1:].partition("]")[0].lower()
     return header.rpartition(":")[0].lower() if ":" in header else header.lower()
-
-
-def is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 class Named(BaseModel, extra="forbid"):

@@ -6,8 +6,10 @@ import sys
 
 import pytest
 
+from ingot.base import server
 from ingot.base.environment import RESOLVED_VARIABLE
-from ingot.base.server import ask, running_server
+from ingot.base.errors import Failed
+from ingot.base.server import ask, heeds_proxy, running_server
 
 SERVER = """
 import http.server, json, os, sys
@@ -19,6 +21,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def do_POST(self):
         self.do_GET()
+        if self.path == "/page":
+            self.wfile.write(b"<html>")
+            return
         self.wfile.write(json.dumps(dict(os.environ)).encode())
 
     def log_message(self, *words):
@@ -38,3 +43,28 @@ def test_a_server_is_set_by_its_command_alone(monkeypatch: pytest.MonkeyPatch) -
     assert RESOLVED_VARIABLE in variables, "what was typed over `.env` would be set once more"
     assert "AIP_HTTP_PORT" not in variables
     assert variables["HF_TOKEN"] == "hush"
+
+
+def test_no_proxy_is_asked_for_a_server_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It cannot reach it, and would read what it is asked and the key."""
+    monkeypatch.setattr(server, "START_TIMEOUT_S", 20.0)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.setenv("no_proxy", "")
+    with running_server([sys.executable, "-c", SERVER]) as url:
+        assert ask(url, "/", {})["http_proxy"]
+        with pytest.raises(Failed, match=r"answered no JSON on /page \(<html>\)"):
+            ask(url, "/page", {})
+
+
+@pytest.mark.parametrize(
+    ("url", "heeds"),
+    [
+        ("http://127.0.0.1:8000", False),
+        ("http://localhost/v1", False),
+        ("http://[::1]:80", False),
+        ("http://10.0.0.7:8000", True),
+        ("https://scores.example.org", True),
+    ],
+)
+def test_other_servers_may_be_behind_a_proxy(url: str, heeds: bool) -> None:
+    assert heeds_proxy(url) is heeds

@@ -359,4 +359,12 @@ FAULTS = [
         "answers to lm_eval's tasks go on behind the special token that ends them",
         "tests/evaluate/tasks/test_lm_eval.py",
     ),
+    Fault(
+        "own-server-behind-a-proxy",
+        "ingot/base/server.py",
+        "return not is_loopback(httpx.URL(url).host)",
+        "return True",
+        "a proxy of the network reads what a server of this machine is asked, and its key",
+        "tests/rewards/test_http.py",
+    ),
 ]

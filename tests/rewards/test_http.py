@@ -93,6 +93,14 @@ def test_a_number_or_an_object_is_its_answer(server: Loopback) -> None:
     assert {None} == KEYS
 
 
+def test_no_proxy_is_asked_for_a_server_of_this_machine(
+    server: Loopback, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.setenv("no_proxy", "")
+    assert score(server, "number", retries=0).total == [0.5]
+
+
 def test_it_fails_and_hangs_and_the_others_are_scored(server: Loopback) -> None:
     answers = ("hangs", "x", "drips", "hangs up", "500", "text", "none", "endless", "400", "y")
     began = time.monotonic()

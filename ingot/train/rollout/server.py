@@ -24,6 +24,7 @@ from torch import Tensor
 from ingot.base.errors import Failed, WrongInput, one_line
 from ingot.base.lazy import lazy_import
 from ingot.base.progress import say
+from ingot.base.server import heeds_proxy
 from ingot.checkpoints.export import DTYPES, ExportType, export_model
 from ingot.config.sections.grpo import GRPOSettings
 from ingot.models.device import accelerator
@@ -64,7 +65,11 @@ class PolicyServer:
         assert settings.sampler is not None
         self._setup, self._settings, self._sampler = setup, settings, settings.sampler
         self._folder, self._eos = folder.absolute(), sorted(eos)
-        self._client = httpx.Client(base_url=self._sampler.url, timeout=self._sampler.timeout)
+        self._client = httpx.Client(
+            base_url=self._sampler.url,
+            timeout=self._sampler.timeout,
+            trust_env=heeds_proxy(self._sampler.url),
+        )
         self._threads = ThreadPoolExecutor(settings.sample_rows, thread_name_prefix="vllm")
 
     def close(self) -> None:

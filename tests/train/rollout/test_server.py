@@ -143,6 +143,8 @@ class _Busy(BaseHTTPRequestHandler):
 def vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PolicyServer]:
     monkeypatch.setattr(server, "PAUSES_S", (0.0, 0.0))
     monkeypatch.setattr(server, "POLL_S", 0.01)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.setenv("no_proxy", "")
     web = Loopback(_Busy)
     given = {"sampler": {"url": web.address}, "old_logprobs": "recomputed"}
     recipe = digits_recipe(tmp_path, given)
@@ -161,7 +163,7 @@ DROPPED, BUSY, MANY, PAGE = (0, b""), (503, b"busy"), (429, b"busy"), (200, b"<h
 def test_a_server_that_is_busy_for_a_moment_costs_no_training(
     vllm: PolicyServer, whim: tuple[int, bytes]
 ) -> None:
-    """Neither where it starts, nor the answers that others gave meanwhile."""
+    """Neither where it starts, nor the answers that others gave meanwhile. No proxy is asked."""
     for path in _Busy.answers:
         _Busy.plans[path] = [whim, whim]
     assert vllm._wait(lambda: False)
