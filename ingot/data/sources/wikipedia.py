@@ -10,6 +10,7 @@ import bz2
 import functools
 import os
 import re
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator
@@ -34,6 +35,8 @@ SERVER_VARIABLE = "WIKIPEDIA_DUMPS"
 DOWNLOAD_CHUNK_BYTES = 1 << 20
 TIMEOUT_S = 60
 TRIES = 5
+PAUSE_S = 1.0
+"""Before a download goes on that broke off; twice that after each try that got no further."""
 
 
 def find_dump(source: SourceSettings, knob: str) -> SourceFile:
@@ -73,8 +76,8 @@ def _stamp(url: str, place: str) -> dict[str, Any]:
         with urllib.request.urlopen(
             urllib.request.Request(url, method="HEAD"), timeout=TIMEOUT_S
         ) as answer:
-            tag = answer.headers.get("ETag") or answer.headers.get("Last-Modified") or ""
-            return {"url": url, "bytes": int(answer.headers.get("Content-Length") or 0), "tag": tag}
+            size = int(answer.headers.get("Content-Length") or 0)
+            found = {"url": url, "bytes": size, "tag": _version(answer)}
     except urllib.error.HTTPError as error:
         if error.code == 404:
             raise WrongInput(
@@ -88,13 +91,24 @@ def _stamp(url: str, place: str) -> dict[str, Any]:
             f"{place}: {url} cannot be reached ({error}); check the network, or give the path of a"
             " dump at hand"
         ) from error
+    if not size:
+        raise Failed(
+            f"{place}: {url} does not tell its size, by which a whole download is known; check the"
+            f" network, or name another server in ${SERVER_VARIABLE}"
+        )
+    return found
+
+
+def _version(answer: Any) -> str:
+    return answer.headers.get("ETag") or answer.headers.get("Last-Modified") or ""
 
 
 def fetch_dump(file: SourceFile) -> None:
     """Download a dump to `file.path`, unless it is there; an interrupted download is resumed.
 
     Raises:
-        Failed: the connection broke several times without progress, or the disk is full.
+        Failed: the connection broke several times without progress, the file is not the one that
+            was found any more, or the disk is full.
     """
     target, size = Path(file.path), file.bytes
     if target.is_file() and target.stat().st_size == size:
@@ -102,31 +116,41 @@ def fetch_dump(file: SourceFile) -> None:
     partial = target.with_name(target.name + ".partial")
     with disk_errors(target):
         partial.parent.mkdir(parents=True, exist_ok=True)
-    have, tries = partial.stat().st_size if partial.exists() else 0, 0
+    have = furthest = partial.stat().st_size if partial.exists() else 0
+    tries = 0
     with Progress(
         f"fetch {file.name}", total=size // 10**6, unit="MB", done=have // 10**6
     ) as progress:
         while have < size:
-            before, broken = have, _fetch(file, partial, have, progress)
+            broken = _fetch(file, partial, have, progress)
             have = partial.stat().st_size if partial.exists() else 0
-            tries = 0 if have > before else tries + 1
+            # A server without ranges begins anew each time: only what is further is progress.
+            tries, furthest = 0 if have > furthest else tries + 1, max(have, furthest)
             if have < size and tries >= TRIES:
                 raise Failed(
                     f"{file.stamp['url']} broke off at {have:,} of {size:,} bytes ({broken}); run"
                     " the same command again to go on"
                 )
+            if have < size:
+                time.sleep(PAUSE_S * 2**tries)
     if have > size:
-        partial.unlink()
-        raise Failed(
-            f"{file.stamp['url']} changed while it was fetched; run the same command again"
-        )
+        raise _changed(file, partial)
     with disk_errors(target):
         os.replace(partial, target)
         fsync_folder(target.parent)
 
 
+def _changed(file: SourceFile, partial: Path) -> Failed:
+    partial.unlink(missing_ok=True)
+    return Failed(f"{file.stamp['url']} changed while it was fetched; run the same command again")
+
+
 def _fetch(file: SourceFile, partial: Path, have: int, progress: Progress) -> str:
-    """Download from byte `have` on. Returns what interrupted it, "" for nothing."""
+    """Download from byte `have` on. Returns what interrupted it.
+
+    Raises:
+        Failed: the server has another version.
+    """
     headers = (
         {"Range": f"bytes={have}-", "If-Range": file.stamp["tag"]}
         if have and file.stamp["tag"]
@@ -136,7 +160,11 @@ def _fetch(file: SourceFile, partial: Path, have: int, progress: Progress) -> st
         with urllib.request.urlopen(
             urllib.request.Request(file.stamp["url"], headers=headers), timeout=TIMEOUT_S
         ) as answer:
-            goes_on = answer.status == 206
+            goes_on, version = answer.status == 206, _version(answer)
+            if version and version != file.stamp["tag"]:
+                raise _changed(file, partial)
+            if not goes_on and version != file.stamp["tag"]:
+                return "something else came, perhaps of a network that wants to be logged in to"
             with disk_errors(partial), partial.open("ab" if goes_on else "wb") as stream:
                 have = have if goes_on else 0
                 while chunk := answer.read(DOWNLOAD_CHUNK_BYTES):

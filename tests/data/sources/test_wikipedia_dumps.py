@@ -24,6 +24,7 @@ from tests.data.sources.test_wikipedia import SMALL
 from tests.data.test_ingest import documents
 from tests.loopback import Loopback
 
+PAGE = b"<html>log in</html>"
 NAME = "dewiki-20260101-pages-articles-multistream.xml.bz2"
 
 
@@ -36,6 +37,9 @@ class Server(Loopback):
         super().__init__(_Handler)
         self.data, self.tag = bz2.compress(SMALL), '"one"'
         self.breaks: list[int] = []
+        self.ranges = self.tells_size = True
+        self.pages = 0
+        """How many of the next answers are those of a network that wants to be logged in to."""
         self.asked: list[tuple[str, str]] = []
 
 
@@ -54,11 +58,19 @@ class _Handler(BaseHTTPRequestHandler):
         if not self.path.endswith(f"/dewiki/20260101/{NAME}"):
             self.send_error(404)
             return
-        same = self.headers.get("If-Range") in (None, server.tag)
+        if send and server.pages:
+            server.pages -= 1
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(PAGE)))
+            self.end_headers()
+            self.wfile.write(PAGE)
+            return
+        same = server.ranges and self.headers.get("If-Range") in (None, server.tag)
         begin = int(asked.removeprefix("bytes=").removesuffix("-")) if asked and same else 0
         data = server.data[begin:]
         self.send_response(206 if begin else 200)
-        self.send_header("Content-Length", str(len(data)))
+        if server.tells_size:
+            self.send_header("Content-Length", str(len(data)))
         self.send_header("ETag", server.tag)
         self.end_headers()
         if send:
@@ -73,6 +85,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     server = Server()
     monkeypatch.setenv("WIKIPEDIA_DUMPS", f"http://127.0.0.1:{server.server_address[1]}")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(dumps, "PAUSE_S", 0.0)
     yield server
     server.server_close()
 
@@ -117,6 +130,28 @@ def test_a_download_that_gains_nothing_ends(server: Server) -> None:
     fetch_dump(file := find())
     assert gets(server)[-1] == "bytes=100-"
     assert Path(file.path).read_bytes() == server.data
+
+
+def test_a_page_of_the_network_is_no_part_of_a_dump(server: Server) -> None:
+    server.pages = 2
+    server.breaks = [100]
+    fetch_dump(file := find())
+    assert Path(file.path).read_bytes() == server.data
+    assert gets(server) == ["", "", "", "bytes=100-"]
+
+
+def test_a_server_without_ranges_that_always_breaks_off_is_given_up(server: Server) -> None:
+    """Now early, now late: what it sent again is no progress."""
+    server.ranges, server.breaks = False, [100, 200] * 20
+    with pytest.raises(Failed, match="broke off at"):
+        fetch_dump(find())
+    assert len(gets(server)) == 2 + dumps.TRIES
+
+
+def test_a_dump_whose_size_nobody_tells_is_not_fetched(server: Server) -> None:
+    server.tells_size = False
+    with pytest.raises(Failed, match="does not tell its size"):
+        find()
 
 
 def test_two_versions_are_never_mixed(server: Server) -> None:
