@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
+from ingot.base.errors import Failed, WrongInput, one_line
+
 PAUSES_S = (1.0, 2.0, 4.0)
 """Before each further try at a web server that is busy or broke off; clients of buckets try again
 by themselves.
@@ -40,14 +42,22 @@ def version_of(filesystem: Any, name: str) -> dict[str, Any]:
     return {"bytes": about["size"] or 0, "tag": str(tag)}
 
 
+def broke_off(path: str, why: object) -> Failed:
+    return Failed(f"{path} broke off ({one_line(why)}); run the same command again")
+
+
 class WholeFile(io.RawIOBase):
     """The bytes of a remote file, with all of the stream interface: fsspec's objects lack parts, as
-    readline with a size limit. Where the file ends before its size, or a server sends less than it
-    was asked for, reading raises OSError: fsspec takes that for the end.
+    readline with a size limit.
+
+    Reading raises Failed where it breaks off, as it does where the file ends before its size or a
+    server sends less than it was asked for: fsspec takes that for the end. An OSError would be
+    taken by those who parse it for a damaged file, of which the rest may be left out.
     """
 
     def __init__(self, filesystem: Any, name: str) -> None:
         self._filesystem, self._name, self._at = filesystem, name, 0
+        self._path = filesystem.unstrip_protocol(name)
         self._source = self._open()
         size = getattr(self._source, "size", None)
         # Of what a web server sends in one answer the object does not know the size.
@@ -65,11 +75,14 @@ class WholeFile(io.RawIOBase):
         return True
 
     def seekable(self) -> bool:
-        return not self._streamed
+        return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         if self._streamed:
-            raise io.UnsupportedOperation("its server sends no parts of it: download it first")
+            raise WrongInput(
+                f"{self._path} is read from several places, and its server sends it only as a"
+                " whole; download it, and give its path"
+            )
         self._at = self._source.seek(offset, whence) or self._source.tell()
         return self._at
 
@@ -82,11 +95,14 @@ class WholeFile(io.RawIOBase):
         super().close()
 
     def readinto(self, buffer: Any) -> int:
-        data = self._read(len(buffer))
+        try:
+            data = self._read(len(buffer))
+        except Exception as error:  # the client passes on whatever its transport raises
+            raise broke_off(self._path, error) from error
         self._at += len(data)
         due = min(len(buffer), self._bytes - self._at + len(data)) if self._exact else 1
         if len(data) < due and self._at < self._bytes:
-            raise OSError(f"it ended after {self._at:,} of {self._bytes:,} bytes")
+            raise broke_off(self._path, f"it ended after {self._at:,} of {self._bytes:,} bytes")
         buffer[: len(data)] = data
         return len(data)
 

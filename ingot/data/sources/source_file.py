@@ -13,8 +13,9 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 from urllib.parse import parse_qsl, urlsplit
 
-from ingot.base.errors import Failed, IngotError, one_line
+from ingot.base.errors import Failed, IngotError
 from ingot.base.markers import fingerprint
+from ingot.base.remote.streams import broke_off
 from ingot.base.storage import is_remote, stamp, write_atomic
 from ingot.base.userfolders import cache_folder
 from ingot.data.documents.records import BadRecord, ParsedDocument
@@ -109,9 +110,7 @@ def remote_errors(file: SourceFile) -> Iterator[None]:
     except Exception as error:
         if not is_remote(file.path):
             raise
-        raise Failed(
-            f"{file.path} broke off ({one_line(error)}); run the same command again"
-        ) from error
+        raise broke_off(file.path, error) from error
 
 
 def without_query(path: str) -> str:

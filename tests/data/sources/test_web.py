@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from ingot.base.errors import Failed
 from ingot.data.ingest import ingest
 from ingot.data.sources.records import read_records
-from tests.data.small import recipe
+from tests.data.small import recipe, sentences
 from tests.lazy import require
 from tests.loopback import Loopback
 
@@ -25,7 +28,7 @@ class Web(Loopback):
 
     def __init__(self) -> None:
         super().__init__(_Handler)
-        self.data, self.version = lines("old"), 1
+        self.data, self.version, self.cut = lines("old"), 1, 0
         self.then: Callable[[], None] = lambda: None
 
     def write(self, data: bytes) -> None:
@@ -37,6 +40,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_HEAD(self) -> None:
         data = self.server.data
+        if "Range" in self.headers:
+            data = data[: len(data) - self.server.cut]
         self.send_response(206 if "Range" in self.headers else 200)
         self.send_header("Content-Length", str(len(data)))
         self.send_header("ETag", f'"{self.server.version}"')
@@ -88,3 +93,14 @@ def test_items_of_a_file_that_changes_are_refused(web: Web) -> None:
     with pytest.raises(Failed, match="changed while it was read"):
         read_records(source, "source", ["text"])
     assert len(read_records(source, "source", ["text"], limit=3)) == 3  # its end was not reached
+
+
+@pytest.mark.parametrize("on_bad", ["skip", "skip_files"])
+def test_a_table_that_ends_early_is_no_damaged_one(tmp_path: Path, web: Web, on_bad: str) -> None:
+    """Of a damaged one the rest may be left out."""
+    file = BytesIO()
+    pq.write_table(pa.table({"text": sentences(30)}), file)
+    web.data, web.cut = file.getvalue(), 100
+    small = recipe(tmp_path, f"{web.address}/a.parquet", data__on_bad=on_bad)
+    with pytest.raises(Failed, match=r"a\.parquet broke off \(it ended after"):
+        ingest(small)
