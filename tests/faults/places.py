@@ -664,7 +664,7 @@ FAULTS = [
     Fault(
         "bucket-reads-no-line",
         "ingot/base/storage.py",
-        'return io.BufferedReader(_remote().open(os.fspath(path), "rb").open(), CHUNK_BYTES)',
+        "return io.BufferedReader(WholeFile(filesystem, name), CHUNK_BYTES)",
         'return _remote().open(os.fspath(path), "rb").open()',
         "items of an evaluation in a bucket are told to be no lines",
         "tests/cli/test_check.py",
