@@ -124,8 +124,18 @@ class CheckpointHook:
             self._recommit(step)
             if self.is_main:
                 retain(
-                    self.run.checkpoints, self.knobs.keep, self.stopper.best_step, self._averaged
+                    self.run.checkpoints, self.knobs.keep, self._best_step, self._averaged
                 )  # an attempt may have died before it came to that
+
+    @property
+    def _best_step(self) -> int | None:
+        """The best step; where this recipe has none, that of a training that was over before: the
+        recipe that asks for it again exports it again.
+        """
+        best, start = self.stopper.best_step, self._start
+        if best is None and start is not None and start.commit["finished"]:
+            best = start.commit["watched"].get("best", {}).get("best_step")
+        return best
 
     def _recommit(self, step: int) -> None:
         """Have the checkpoint that training went on from say what was decided since, where no step

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ingot.base.environment import Ranks
-from ingot.base.errors import Failed
+from ingot.base.errors import WrongInput
 from ingot.base.progress import say
 from ingot.base.storage import write_atomic
 from ingot.checkpoints.export import export_model, source_generation
@@ -48,13 +48,14 @@ def take_best(
     Returns the step whose weights the model now has.
 
     Raises:
-        Failed: the best checkpoint was deleted or is damaged.
+        WrongInput: the best checkpoint was deleted.
+        Failed: it is damaged.
     """
     if best is None or best == reached:
         return reached
     folder = step_folder(setup.recipe.folder.checkpoints, best)
     if not folder.is_dir():
-        raise Failed(
+        raise WrongInput(
             f"{folder}, the best checkpoint, is gone; start over with --fresh, or set"
             " checkpoint.best=null to export the last one"
         )

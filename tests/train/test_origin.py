@@ -18,7 +18,7 @@ from ingot.base.environment import Ranks
 from ingot.base.errors import Failed, WrongInput
 from ingot.base.markers import COMMIT
 from ingot.base.runlog import read_lines
-from ingot.checkpoints.store import committed
+from ingot.checkpoints.store import committed, remove_folder, step_folder
 from ingot.config.identity import changes
 from ingot.config.models.lineage import read_lineage
 from ingot.config.recipe import Recipe
@@ -404,6 +404,11 @@ def test_the_best_checkpoint_is_kept_and_exported(
     assert not all(torch.equal(value, exported[name]) for name, value in weights(best).items()), (
         "without it the last one is exported"
     )
+    train(best)
+    assert all(torch.equal(value, exported[name]) for name, value in weights(best).items())
+    remove_folder(step_folder(best.folder.checkpoints, 4))
+    with pytest.raises(WrongInput, match="the best checkpoint, is gone"):
+        train(best)
 
 
 def test_what_was_measured_otherwise_says_nothing_of_the_best(
