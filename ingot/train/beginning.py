@@ -51,7 +51,8 @@ def find_beginning(recipe: Recipe, identity: Mapping[str, Any], *, fresh: bool) 
     there by now may be a later checkpoint, or none.
     """
     allow, passed = recipe.resume.allow, partial(come_to, recipe)
-    own = None if fresh else resumable(recipe.folder, identity, allow, passed)
+    last = recipe.train.steps
+    own = None if fresh else resumable(recipe.folder, identity, allow, passed, last)
     if own is None:
         return _origin(recipe, identity)
     begun = own.commit["begun"]

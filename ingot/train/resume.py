@@ -42,6 +42,8 @@ FIELDS = (
     *("watched", "owed", "left_out", "skipped", "skipped_in_row", "begun"),
 )
 """What every training reads in the marker of the checkpoint that it goes on from."""
+ENDS = ("train.steps", "train.epochs", "train.tokens", "train.early_stop")
+"""Of the knobs that may change, those that say when training ends."""
 
 
 def find_start(
@@ -60,25 +62,27 @@ def find_start(
     """The checkpoint to resume from, or None to start from the first step.
 
     A finished training with another recipe is moved to `earlier/`, and brought back when its recipe
-    is used again; `identity` is the recipe's own, without what a roll-back has left out. Knobs in
-    `allow` may differ; `on_change` is then called with the differences. `newest` is the newest
-    valid checkpoint if somebody has verified it already. Damaged ones that are newer than the one
-    found are set aside. `reads`: what this training reads in its marker. `come_to`: how many rows
-    of the data's order the training of a checkpoint has come to, one a sample by default.
-    `before_anew` is called before anything is moved when training starts anew; if it raises,
-    nothing has changed. `last`: the steps that the recipe asks for.
+    is used again; so is an unfinished one if this recipe's training lies there. `identity` is the
+    recipe's own, without what a roll-back has left out. Knobs in `allow` may differ, as `_goes_on`
+    says; `on_change` is then called with the differences. `newest` is the newest valid checkpoint
+    if somebody has verified it already. Damaged ones that are newer than the one found are set
+    aside. `reads`: what this training reads in its marker. `come_to`: how many rows of the data's
+    order the training of a checkpoint has come to, one a sample by default. `before_anew` is called
+    before anything is moved when training starts anew; if it raises, nothing has changed. `last`:
+    the steps that the recipe asks for.
 
     Raises:
-        WrongInput: an unfinished training with a different recipe lies here; names what changed. Or
-            another version of ingot wrote its checkpoint.
+        WrongInput: an unfinished training with a different recipe lies here, and none of this one
+            in `earlier/`; names what changed. Or another version of ingot wrote its checkpoint.
         Failed: there are checkpoints, and all are damaged.
     """
     while True:
         found = None if fresh else newest or newest_valid(run.checkpoints)
+        place = None if fresh else place_of(run, identity)
         if found is not None:
             check_fields(found)
             before, now, differ = _compared(found, identity, come_to)
-            if all(_may_differ(key, before, now, allow) for key in differ):
+            if _goes_on(found, before, now, differ, allow, last):
                 check_fields(found, reads)
                 if differ:
                     _check_optimizer(run, before, now)
@@ -87,11 +91,10 @@ def find_start(
                     on_change(found, changed)
                 set_damaged_aside(found)
                 return found
-            if not found.commit["finished"]:
+            if not found.commit["finished"] and place is None:
                 raise _refused(run, found, _with_left_out(identity, found), differ, last)
             changed = "; ".join(changes(found.commit["identity"], _with_left_out(identity, found)))
             say(f"the recipe changed since the last training ({changed})")
-        place = None if fresh else place_of(run, identity)
         if place is None:
             before_anew()
             if found is not None or fresh:
@@ -108,6 +111,7 @@ def resumable(
     identity: Mapping[str, Any],
     allow: Collection[str],
     come_to: Callable[[CommittedCheckpoint], int] | None = None,
+    last: int | None = None,
 ) -> CommittedCheckpoint | None:
     """The newest checkpoint of the training that `find_start` will go on with; None if it will
     start anew. Nothing is verified or moved.
@@ -116,7 +120,7 @@ def resumable(
         if any(field not in found.commit for field in FIELDS):
             return None
         before, now, differ = _compared(found, identity, come_to)
-        if all(_may_differ(key, before, now, allow) for key in differ):
+        if _goes_on(found, before, now, differ, allow, last):
             return found
     place = place_of(run, identity)
     return None if place is None else committed(place / "checkpoints")[0]
@@ -163,6 +167,33 @@ def check_fields(found: CommittedCheckpoint, fields: Collection[str] = FIELDS) -
             " it; go on with that one, or start over with --fresh (the old checkpoints are set"
             " aside, not deleted)"
         )
+
+
+def _goes_on(
+    found: CommittedCheckpoint,
+    before: Mapping[str, Any],
+    now: Mapping[str, Any],
+    differ: Collection[str],
+    allow: Collection[str],
+    last: int | None,
+) -> bool:
+    """Whether `allow` names all that differs. Where no step is left of a training that is over,
+    only what needs none may differ: with another learning rate it would be exported as a model that
+    was never trained with it.
+    """
+    if not all(_may_differ(key, before, now, allow) for key in differ):
+        return False
+    ends_alike = found.step == last or not any(key.startswith(ENDS) for key in differ)
+    is_over = found.commit["finished"] and ends_alike
+    return not is_over or all(_needs_no_step(key, before, now) for key in differ)
+
+
+def _needs_no_step(key: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Whether the steps of a training are the same with this difference: when it ends, how that is
+    measured, or an average of its weights that nobody asks for any more.
+    """
+    comes = key not in before and key.startswith(STOPPING)
+    return comes or key not in now or key.startswith(ENDS)
 
 
 def _may_differ(

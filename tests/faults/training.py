@@ -888,7 +888,7 @@ FAULTS = [
     Fault(
         "where-other-data-began-is-asked-anew",
         "ingot/train/beginning.py",
-        "None if fresh else resumable(recipe.folder, identity, allow, passed)",
+        "None if fresh else resumable(recipe.folder, identity, allow, passed, last)",
         "None",
         "a resumed stage reads its data from elsewhere, since the run that it started from went on",
         "tests/train/test_origin.py",
@@ -1503,5 +1503,21 @@ FAULTS = [
         "if False:",
         "the best checkpoint of a finished training is deleted when checkpoint.best is off once",
         "tests/train/test_origin.py",
+    ),
+    Fault(
+        "refused-beside-its-own",
+        "ingot/train/resume.py",
+        " and place is None:\n            raise",
+        ":\n            raise",
+        "a training that lies whole in earlier/ is paid for again, since another one was begun and stopped",
+        "tests/train/test_earlier.py",
+    ),
+    Fault(
+        "meant-after-the-end",
+        "ingot/train/resume.py",
+        "    return not is_over or all(",
+        "    return True or all(",
+        "resume.allow exports a finished model as that of a learning rate that it never had",
+        "tests/train/test_resume.py",
     ),
 ]

@@ -78,6 +78,20 @@ def test_the_last_of_several_is_brought_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("finished", [True, False])
+def test_one_that_lies_there_is_brought_back_in_the_place_of_an_unfinished_one(
+    finished: bool, tmp_path: Path
+) -> None:
+    """To be told of `--fresh` instead would be to pay for it twice. Nor is the other one lost."""
+    run = RunFolder(tmp_path)
+    saved(RunFolder(earlier(run) / "of one"), 6, ONE, finished=finished)
+    saved(run, 4, OTHER, finished=False)
+    for asked, step in ((ONE, 6), (OTHER, 4)):
+        found = find_start(run, asked, fresh=False)
+        assert found is not None
+        assert found.step == step
+
+
+@pytest.mark.parametrize("finished", [True, False])
 def test_what_is_brought_back_is_compared_where_its_newest_checkpoint_is_damaged(
     finished: bool, tmp_path: Path
 ) -> None:

@@ -409,6 +409,41 @@ def test_what_is_meant_may_change(root: Path, monkeypatch: pytest.MonkeyPatch) -
     assert [line["step"] for line in read_lines(recipe.folder.metrics)] == list(range(1, 11))
 
 
+ADAM = {"train.optimizer": {"kind": "adamw", "lr": 0.01}}
+FASTER = {"train.optimizer": {"kind": "adamw", "lr": 0.02}}
+STOPS = {"train.early_stop": {"patience": 2}, "train.evaluate_every": 5}
+MEANT = ("train.optimizer", "train.steps", "train.early_stop", "train.average")
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "last", "goes_on"),
+    [
+        (ADAM, FASTER, 10, False),
+        (ADAM | {"train.steps": 10}, FASTER | {"train.steps": 12}, 12, True),
+        (ADAM | STOPS, FASTER | STOPS, 12, False),
+        (ADAM | STOPS, FASTER, 12, True),
+        (ADAM | STOPS, FASTER, 10, False),
+        (ADAM | STOPS, ADAM, 10, True),
+        (ADAM, ADAM | STOPS, 10, True),
+        (ADAM | {"train.average.decay": 0.9}, ADAM, 10, True),
+        (ADAM, ADAM | {"train.average.decay": 0.9}, 10, False),
+    ],
+)
+def test_what_would_have_needed_a_further_step_is_another_training_once_it_is_over(
+    before: dict[str, Any], now: dict[str, Any], last: int, goes_on: bool, tmp_path: Path
+) -> None:
+    """After 10 steps, by their number or by early stopping. It would be exported as it is, as the
+    model of a recipe that nobody trained.
+    """
+    run = RunFolder(tmp_path)
+    saved(run, 10, identity([], **before), finished=True)
+    known = identity([], **now)
+    told = resume.resumable(run, known, MEANT, last=last)
+    found = resume.find_start(run, known, fresh=False, allow=MEANT, last=last)
+    assert (found is not None) == (told is not None) == goes_on
+    assert len(committed(run.checkpoints)) == goes_on, "otherwise it is set aside"
+
+
 @pytest.mark.drawn("changes before a resume", keep=3)
 def test_fewer_steps_than_are_done_are_refused(root: Path) -> None:
     train(small_recipe(root, **UNFINISHED))

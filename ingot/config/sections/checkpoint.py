@@ -71,7 +71,8 @@ class Resume(Section):
     """Knobs whose change is meant, such as `train.steps` or `train.optimizer`; `objective.rewards`
     where a file or a model that a reward names is another one; `package` where a package of yours
     that brings an objective, an optimizer or a schedule has another version or other code. Any
-    other change refuses to go on.
+    other change refuses to go on. Of a training that is over they are meant for further steps, as
+    more `train.steps` make them; where none is left, another learning rate is another training.
     """
 
 
