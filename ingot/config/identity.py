@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ingot.base.errors import differing
+from ingot.base.errors import WrongInput, differing
 from ingot.base.markers import fingerprint
 from ingot.base.masking import keys_hidden
 from ingot.base.runfolder import model_folder
@@ -182,16 +182,37 @@ def weights_identity(recipe: Recipe) -> dict[str, str]:
     return weights | rewards_identity(getattr(recipe.objective, "rewards", []))
 
 
+def check_others_weights(recipe: Recipe) -> None:
+    """Raises WrongInput if training would start or learn from what it exports itself: each would
+    make the next one another training, for ever.
+    """
+    run, lora = recipe.folder, recipe.model.lora
+    adapter = {"model.lora.adapter": None if lora is None else lora.adapter}
+    exported = {folder.resolve() for folder in (run.root, run.model, run.adapter)}
+    named = {"model.source": recipe.model.source, **_learnt_from(recipe), **adapter}
+    for knob, source in named.items():
+        if source is not None and Path(source).resolve() in exported:
+            raise WrongInput(
+                f"{knob} {source} is what this run exports; give the recipe another `name`"
+            )
+
+
+def _learnt_from(recipe: Recipe) -> dict[str, str | None]:
+    """The other models that training reads, by the knob that names them."""
+    objective = recipe.objective
+    return {
+        "objective.teacher": objective.teacher_source,
+        "objective.reference": objective.reference_source,
+    }
+
+
 def _folders_of_weights(recipe: Recipe) -> dict[str, Path]:
-    objective, lora = recipe.objective, recipe.model.lora
+    lora = recipe.model.lora
     folders: dict[str, Path] = {}
     start = source_folder(recipe.model)
     if start is not None and not starts_random(recipe.model, start):
         folders["model.source"] = start
-    for knob, source in (
-        ("objective.teacher", objective.teacher_source),
-        ("objective.reference", objective.reference_source),
-    ):
+    for knob, source in _learnt_from(recipe).items():
         if source is not None:
             folders[knob] = named_folder(source, knob)
     if lora is not None and lora.adapter is not None:

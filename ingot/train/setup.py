@@ -15,7 +15,11 @@ import torch
 from ingot.base.errors import WrongInput
 from ingot.checkpoints.store import CommittedCheckpoint
 from ingot.config.degrees import Degrees
-from ingot.config.identity import content_identity, stops_by_held_out
+from ingot.config.identity import (
+    check_others_weights,
+    content_identity,
+    stops_by_held_out,
+)
 from ingot.config.models.lineage import read_lineage
 from ingot.config.models.source import ModelKind, check_lora
 from ingot.config.recipe import Recipe
@@ -204,6 +208,7 @@ def make_setup(recipe: Recipe, mesh: Mesh, *, fresh: bool = False) -> TrainSetup
         WrongInput: recipe, data, tokenizer, model and ranks do not fit together.
     """
     check_held_out(recipe, "train")
+    check_others_weights(recipe)
     batch = batch_plan(recipe.train, recipe.parallel, mesh.world)
     prepared = prepared_for(recipe)
     tokenizer = load_tokenizer(recipe.folder.tokenizer)

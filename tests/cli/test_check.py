@@ -88,6 +88,15 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
     "positions": (("data.seq_len=4096",), "data.seq_len 4096 exceeds the model's 1024 positions"),
     "weights": (("model.init=weights",), "model.init weights: preset:llama-3m is a preset"),
     "adapter": (("model.lora={}",), "model.lora trains an adapter of weights that are kept"),
+    "own model": (("model.source=runs/checked",), "runs/checked is what this run exports; give"),
+    "own teacher": (
+        ("objective={kind: distill, teacher: ./runs/checked/model}",),
+        "objective.teacher ./runs/checked/model is what this run exports; give the recipe another",
+    ),
+    "own adapter": (
+        ("model={source: voxtral, lora: {adapter: runs/checked/adapter}}",),
+        "model.lora.adapter runs/checked/adapter is what this run exports; give",
+    ),
     "vocabulary": (
         ("model.config={vocab_size: 300}", "tokenizer.vocab_size=400"),
         "tokenizer.vocab_size has 400 ids, model.source preset:llama-3m only 300",

@@ -1520,4 +1520,12 @@ FAULTS = [
         "resume.allow exports a finished model as that of a learning rate that it never had",
         "tests/train/test_resume.py",
     ),
+    Fault(
+        "trains-on-itself",
+        "ingot/train/setup.py",
+        "    check_others_weights(recipe)\n",
+        "",
+        "a run trains on its own last model each time, for ever",
+        "tests/train/test_chain.py",
+    ),
 ]

@@ -94,6 +94,13 @@ def test_what_is_exported_is_not_rounded_to_what_is_computed_in(
     assert all(torch.allclose(after[name], before[name], atol=1e-9) for name in before)
 
 
+def test_a_run_does_not_begin_with_what_it_exports(root: Path) -> None:
+    """Each training would make the next one another, and the model another one each time."""
+    own = small_recipe(root, model__source=str(root / "runs/small"))
+    with pytest.raises(WrongInput, match=r"model\.source \S+ is what this run exports; .*`name`"):
+        train(own)
+
+
 def test_an_adapter_of_a_model_on_the_hub_names_its_revision(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,7 @@ from ingot.base.errors import WrongInput, differing
 from ingot.base.hub import ask_tokenizer
 from ingot.base.storage import is_remote
 from ingot.cloud.machines import MACHINES
+from ingot.config.identity import check_others_weights
 from ingot.config.models.family import sizes
 from ingot.config.models.source import (
     check_lengths,
@@ -192,6 +193,7 @@ def check_training(
     recipe: Recipe, model: Mapping[str, Any] | None, found: Findings, *, here: bool
 ) -> None:
     """Check batch, layout, other models, tracking and disk space."""
+    found.ask(check_others_weights, recipe)
     placed = recipe.at("train").launch
     world = placed.nodes * placed.processes
     automatic = recipe.parallel.degrees == "auto"
