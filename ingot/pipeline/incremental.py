@@ -40,7 +40,7 @@ from ingot.config.identity import changes
 from ingot.config.load import dump_recipe
 from ingot.config.models.lineage import earlier_model
 from ingot.config.recipe import Recipe
-from ingot.pipeline.origin import newest_marker, tell_origin
+from ingot.pipeline.origin import is_of_unfinished, tell_origin
 from ingot.pipeline.steps import PipelineStep, upstream_steps
 from ingot.report.living import keep_page, renew_page, show_page
 
@@ -94,7 +94,8 @@ def check_step(step: PipelineStep, recipe: Recipe, stamps: ExternalStamps) -> St
 
 def keeps_data(step: PipelineStep, recipe: Recipe, found: StepCheck) -> PipelineStepRecord | None:
     """The record of a data step that is left as it is though what it read outside the run folder
-    changed since: an unfinished training can only go on with the data that it began with.
+    changed since: an unfinished training can only go on with the data that it began with, and
+    these are its own.
     """
     run = recipe.folder
     record = read_record(run.steps, step.verb) if step.verb in DATA_STEPS else None
@@ -104,13 +105,7 @@ def keeps_data(step: PipelineStep, recipe: Recipe, found: StepCheck) -> Pipeline
         record.knobs.get(key) == found.reads.get(key)
         for key in (record.knobs.keys() | found.reads.keys()) - {"outside", "folders"}
     )
-    return record if same and _is_unfinished(run) else None
-
-
-def _is_unfinished(run: RunFolder) -> bool:
-    """Whether the newest checkpoint is that of a training that has steps left."""
-    newest = newest_marker(run.checkpoints)
-    return newest is not None and not newest["finished"]
+    return record if same and is_of_unfinished(run, record) else None
 
 
 def run_step(

@@ -1,4 +1,6 @@
-"""Whether the run that a training began with (`train.start_from`) holds other weights by now."""
+"""Whether the data that a training began with are those that lie here, and whether the run that it
+began with (`train.start_from`) holds other weights by now.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,7 @@ from typing import Any
 
 from ingot.base.markers import COMMIT, checkpoint_markers, read_marker
 from ingot.base.progress import say
+from ingot.base.reports import PipelineStepRecord, read_record
 from ingot.base.runfolder import RunFolder
 from ingot.config.recipe import Recipe
 from ingot.pipeline.steps import PipelineStep
@@ -15,6 +18,21 @@ from ingot.pipeline.steps import PipelineStep
 def newest_marker(checkpoints: Path) -> dict[str, Any] | None:
     """The marker of the newest checkpoint of a training; None without one."""
     return next(iter(checkpoint_markers(checkpoints)), None)
+
+
+def is_of_unfinished(run: RunFolder, record: PipelineStepRecord) -> bool:
+    """Whether the newest checkpoint is that of a training that has steps left, and the data of this
+    record are those that it began with. `prepare` knows them: where that did not end, what it reads
+    is taken for them.
+    """
+    newest, prepared = newest_marker(run.checkpoints), read_record(run.steps, "prepare")
+    if newest is None or newest["finished"]:
+        return False
+    if prepared is None:
+        return True
+    was_read = record.step == "prepare" or prepared.knobs.get("from ingest") == record.outputs
+    began_with = newest.get("identity", {}).get("data")
+    return was_read and prepared.parts.get("train") == began_with
 
 
 def tell_origin(step: PipelineStep, recipe: Recipe) -> None:

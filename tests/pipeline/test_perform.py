@@ -18,7 +18,13 @@ import ingot
 from ingot.base.environment import NODE_VARIABLE
 from ingot.base.errors import Failed, WrongInput
 from ingot.base.markers import entry_of, write_marker
-from ingot.base.reports import PipelineStepRecord, VerbOutcome, did_not_end, read_record
+from ingot.base.reports import (
+    PipelineStepRecord,
+    VerbOutcome,
+    begin_record,
+    did_not_end,
+    read_record,
+)
 from ingot.base.runfolder import RUN_LOCK, RunFolder, folder_lock
 from ingot.base.runlog import read_lines, record_event
 from ingot.cli.verbs import STAMPS
@@ -26,7 +32,7 @@ from ingot.config.load import load_recipe
 from ingot.config.recipe import Recipe
 from ingot.data.ingest import ingest
 from ingot.data.raw.store import open_raw
-from ingot.pipeline.incremental import check_step, run_step
+from ingot.pipeline.incremental import check_step, keeps_data, run_step
 from ingot.pipeline.steps import PipelineStep, step_named
 from tests.base.test_runfolder import held_elsewhere
 
@@ -468,3 +474,37 @@ def test_a_run_that_was_trained_again_since_is_told_where_a_training_began_with_
         f"note: {first.folder.root} was trained since this training began with its step 4" in told
     )
     assert work.times == 1
+
+
+def test_an_unfinished_training_keeps_no_data_but_its_own(
+    recipe_with: Callable[..., Recipe], documents: Path
+) -> None:
+    """Others that were made by hand would be kept for it, and refused by it, each time."""
+    recipe, ours = recipe_with(), documents.read_text()
+    run, prepare = recipe.folder, step_named("prepare")
+
+    def prepared(data: str) -> None:
+        outcome = VerbOutcome("done", "there", data, parts={"train": data})
+        run_step(prepare, recipe, lambda: outcome, STAMPS)
+
+    def is_kept() -> bool:
+        return keeps_data(INGEST, recipe, check_step(INGEST, recipe, STAMPS)) is not None
+
+    _ingest(recipe)
+    prepared("ours")
+    _checkpoint(run, 4, "own", finished=False, identity={"data": "ours"})
+    documents.write_text('{"text": "other"}\n')
+    assert is_kept()
+    _ingest(recipe)
+    documents.write_text(ours)
+    assert not is_kept(), "prepare has not read them"
+    documents.write_text('{"text": "other"}\n')
+    prepared("others")
+    documents.write_text(ours)
+    assert not is_kept()
+    _ingest(recipe)
+    prepared("ours")
+    documents.write_text('{"text": "a third"}\n')
+    assert is_kept()
+    begin_record(run.steps, "prepare")
+    assert is_kept(), "what prepare was about to read"
