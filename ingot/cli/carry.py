@@ -221,11 +221,14 @@ def _adapter(folder: Path) -> Path:
     """The adapter in a folder, or beside the model of a run."""
     from ingot.base.errors import WrongInput
     from ingot.base.runfolder import RunFolder
+    from ingot.config.models.lineage import is_of_another
     from ingot.models.adapters.peft_config import is_adapter
 
-    for place in (folder, RunFolder(folder.parent).adapter):
-        if is_adapter(place):
-            return place
+    if is_adapter(folder):
+        return folder
+    beside = RunFolder(folder.parent).adapter
+    if is_adapter(beside) and not is_of_another(beside, folder):
+        return beside
     raise WrongInput(
         f"{folder} is no adapter, and has none beside it; train one with model.lora, or export it"
         " with --format hf"

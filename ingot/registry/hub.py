@@ -21,7 +21,7 @@ from ingot.base.reports import EvaluationReport, read_record, read_report
 from ingot.base.runfolder import RunFolder, check_no_other_run, folder_lock
 from ingot.base.storage import stamp
 from ingot.config.models.content import CONTENT, check_content
-from ingot.config.models.lineage import LINEAGE, read_lineage
+from ingot.config.models.lineage import LINEAGE, is_of_another, read_lineage
 from ingot.config.models.source import kind_of, model_config
 from ingot.registry.card import (
     BUILT_IN_LICENSES,
@@ -169,7 +169,8 @@ def _exported(run: RunFolder, folder: Path, options: PushOptions) -> dict[str, A
         if adapter is None or not adapter.get(CONTENT):
             raise WrongInput(f"{run.root} has no adapter; push the model, without --adapter")
         same = ("run", "step", "seed", "data", "base", "objective")
-        if any(adapter.get(key) != model.get(key) for key in same):
+        differ = any(adapter.get(key) != model.get(key) for key in same)
+        if differ or is_of_another(folder, run.model):
             raise WrongInput(
                 f"{folder} is not the adapter of {run.model}: they are of two trainings; run `ingot"
                 " train` again"

@@ -15,6 +15,7 @@ from ingot.base.errors import EXIT_KEEP, Failed
 from ingot.base.reports import Metric, PipelineStepRecord, read_report
 from ingot.base.runfolder import RunFolder
 from ingot.base.runlog import read_lines
+from ingot.config.models.lineage import is_of_another
 
 Result = TypeVar("Result", bound="StepResult")
 
@@ -138,6 +139,7 @@ class TrainResult(StepResult):
     @classmethod
     def _details(cls, run: RunFolder, record: PipelineStepRecord) -> dict[str, Any]:
         made, last = _read(run.model / "ingot.json"), dict[str, Any]()
+        has_adapter = run.adapter.is_dir() and not is_of_another(run.adapter, run.model)
         for line in read_lines(run.metrics):
             last |= line
         return {
@@ -147,7 +149,7 @@ class TrainResult(StepResult):
             "validation_loss": last.get("validation/loss"),
             "tokens_per_s": last.get("train/tokens_per_s"),
             "model": run.model,
-            "adapter": run.adapter if run.adapter.is_dir() else None,
+            "adapter": run.adapter if has_adapter else None,
             "metrics": run.metrics,
         }
 

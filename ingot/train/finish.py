@@ -5,7 +5,8 @@ folder that later steps use.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import shutil
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,12 @@ from torch import Tensor, nn
 from ingot.base.environment import Ranks
 from ingot.base.errors import WrongInput
 from ingot.base.progress import say
-from ingot.base.storage import write_atomic
+from ingot.base.storage import disk_errors, write_atomic
 from ingot.checkpoints.export import export_model, source_generation
 from ingot.checkpoints.reader import WholeWeights, load_checkpoint
 from ingot.checkpoints.store import checkpoint_in, step_folder
 from ingot.config.models.content import CHANGED, CONTENT, FILES, LABELS, file_digests
-from ingot.config.models.lineage import LINEAGE
+from ingot.config.models.lineage import LINEAGE, MERGED
 from ingot.config.models.source import model_config
 from ingot.config.models.weights import weight_files
 from ingot.models.adapters.lora import add_lora, lora_layers
@@ -93,39 +94,52 @@ def export_run(setup: TrainSetup, train_state: TrainState, step: int) -> None:
         tensors=tensors,
     )
     if recipe.model.lora is not None:
-        # A name on the hub is valid anywhere; a path is made absolute.
-        source = recipe.model.source
-        base = (
-            source
-            if source.startswith("hf:") or setup.model_spec.folder is None
-            else str(setup.model_spec.folder.resolve())
+        _export_adapter(setup, model, about, made)
+    elif run.adapter.exists():  # only now: until there was another model it was that of this one
+        with disk_errors(run.adapter):
+            shutil.rmtree(run.adapter)
+        say(f"train: {run.adapter} was that of an earlier training's model and is removed")
+
+
+def _export_adapter(
+    setup: TrainSetup, model: AnyModel, about: Mapping[str, Any], made: Mapping[str, Any]
+) -> None:
+    """Write `adapter/`; `made` is the record of the model that it is merged into."""
+    recipe, run = setup.recipe, setup.recipe.folder
+    # A name on the hub is valid anywhere; a path is made absolute.
+    source = recipe.model.source
+    base = (
+        source
+        if source.startswith("hf:") or setup.model_spec.folder is None
+        else str(setup.model_spec.folder.resolve())
+    )
+    changed = changed_config(setup)
+    if changed:
+        say(
+            f"train: {run.adapter} was trained with {', '.join(changed)} of model.config, which"
+            f" PEFT and vLLM do not read there; give them its base with these values in"
+            f" config.json, or {run.model}, which has them"
         )
-        changed = changed_config(setup)
-        if changed:
-            say(
-                f"train: {run.adapter} was trained with {', '.join(changed)} of model.config, which"
-                f" PEFT and vLLM do not read there; give them its base with these values in"
-                f" config.json, or {run.model}, which has them"
-            )
-        digests = save_adapter(
-            model,
-            run.adapter,
-            base=base,
-            kind=setup.model_spec.kind,
-            revision=recipe.model.revision if base.startswith("hf:") else None,
-        )
-        lineage_fields = {
-            "tokenizer": setup.tokenizer.identity(),
-            "template": setup.tokenizer.template_identity,
-            CONTENT: {"tensors": digests, FILES: file_digests(run.adapter)},
-            **about,
-            **({CHANGED: changed} if changed else {}),
-            **({LABELS: list(model.config.labels)} if isinstance(model, Encoder) else {}),
-            "parameters": made["parameters"],
-        }
-        write_atomic(
-            run.adapter / LINEAGE, json.dumps(lineage_fields, indent=2, ensure_ascii=False) + "\n"
-        )
+    digests = save_adapter(
+        model,
+        run.adapter,
+        base=base,
+        kind=setup.model_spec.kind,
+        revision=recipe.model.revision if base.startswith("hf:") else None,
+    )
+    lineage_fields = {
+        "tokenizer": setup.tokenizer.identity(),
+        "template": setup.tokenizer.template_identity,
+        CONTENT: {"tensors": digests, FILES: file_digests(run.adapter)},
+        **about,
+        **({CHANGED: changed} if changed else {}),
+        **({LABELS: list(model.config.labels)} if isinstance(model, Encoder) else {}),
+        "parameters": made["parameters"],
+        MERGED: made["model_hash"],
+    }
+    write_atomic(
+        run.adapter / LINEAGE, json.dumps(lineage_fields, indent=2, ensure_ascii=False) + "\n"
+    )
 
 
 def changed_config(setup: TrainSetup) -> dict[str, Any]:

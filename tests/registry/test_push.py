@@ -341,9 +341,10 @@ def test_a_refused_model_goes_when_asked_and_another_decision_is_not_its_own(
     assert "The gate decided" not in planned(run).card
 
 
-def test_an_adapter_of_another_training_is_refused(run: RunFolder) -> None:
+@pytest.mark.parametrize("says", [{"step": 1100}, {"merged": "the hash of another model"}])
+def test_an_adapter_of_another_training_is_refused(says: dict[str, Any], run: RunFolder) -> None:
     made = json.loads((run.adapter / "ingot.json").read_bytes())
-    (run.adapter / "ingot.json").write_text(json.dumps({**made, "step": 1100}))
+    (run.adapter / "ingot.json").write_text(json.dumps({**made, **says}))
     with pytest.raises(WrongInput, match="they are of two trainings"):
         planned(run, adapter=True)
 

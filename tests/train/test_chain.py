@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from ingot.base.errors import Failed, WrongInput
+from ingot.cli.carry import _adapter
 from ingot.config.models.presets import preset
 from ingot.config.models.weights import model_hash
 from ingot.config.recipe import Recipe
@@ -161,6 +162,27 @@ def test_an_adapter_goes_on_beside_the_model_that_it_was_trained_with(root: Path
     with pytest.raises(WrongInput, match=r"with model\.config\.rope_theta=500\.0, and the recipe"):
         train(recipe(base, adapter))
     train(recipe(base, adapter, rope_theta=500.0))
+
+
+def test_the_adapter_of_an_earlier_training_is_no_longer_the_runs(root: Path) -> None:
+    """It would be exported and pushed as that of a model that it is not of."""
+    first = small_recipe(root)
+    train(first)
+    base = shutil.copytree(first.folder.model, root / "base")
+    knobs = {"model__source": str(base), "model__config": None, "train__steps": 1}
+    adapted = small_recipe(root, **knobs, model__lora="{rank: 2}")
+    train(adapted)
+    run = adapted.folder
+    made = [json.loads((one / "ingot.json").read_text()) for one in (run.model, run.adapter)]
+    assert made[0]["model_hash"] == made[1]["merged"]
+    assert _adapter(run.model) == run.adapter
+    kept = shutil.copytree(run.adapter, root / "kept")
+    train(small_recipe(root, **knobs))
+    assert not run.adapter.exists()
+    shutil.copytree(kept, run.adapter)  # as an earlier version left it
+    with pytest.raises(WrongInput, match="is no adapter, and has none beside it"):
+        _adapter(run.model)
+    assert _adapter(run.adapter) == run.adapter
 
 
 def test_an_adapter_names_the_model_that_it_was_trained_beside(

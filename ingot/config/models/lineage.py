@@ -17,11 +17,21 @@ from ingot.base.reports import did_not_end
 from ingot.base.runfolder import SET_ASIDE, RunFolder
 
 LINEAGE = "ingot.json"
+MERGED = "merged"
+"""Where an adapter's lineage has the hash of the model that was exported with it merged."""
 
 
 def read_lineage(folder: Path) -> dict[str, Any] | None:
     """`ingot.json`: a model's lineage; None in a folder not written by ingot."""
     return read_object(folder / LINEAGE)
+
+
+def is_of_another(adapter: Path, model: Path) -> bool:
+    """Whether an adapter's lineage says that it was merged into another model than that of `model`,
+    beside which it lies.
+    """
+    merged = (read_lineage(adapter) or {}).get(MERGED)
+    return merged is not None and merged != (read_lineage(model) or {}).get("model_hash")
 
 
 def earlier_model(run: RunFolder) -> str | None:
