@@ -20,6 +20,7 @@ from ingot.base.reports import (
     write_report,
 )
 from ingot.base.storage import sha256_file, stamp
+from ingot.config.models.lineage import model_again
 from ingot.config.models.source import (
     CONFIG,
     model_config,
@@ -176,12 +177,15 @@ def model_folder(recipe: Recipe) -> Path:
     """The folder of the model that `recipe` evaluates.
 
     Raises:
-        WrongInput: there is none.
+        WrongInput: there is none, or not the whole of it.
     """
     if recipe.evaluate.model:
         return named_folder(recipe.evaluate.model, "evaluate.model")
     own = recipe.folder.model
-    if (own / CONFIG).exists():
+    if own.exists():  # what is left of it is not taken for none: the base would be told as its own
+        if not (own / CONFIG).exists():
+            again = model_again(own, "run `ingot train` again")
+            raise WrongInput(f"{own} is not as it was exported ({CONFIG} is missing); {again}")
         return own
     base = source_folder(recipe.model)
     if base is None or starts_random(recipe.model, base):

@@ -152,7 +152,7 @@ def _items(recipe: Recipe) -> list[str]:
 
 def _evaluates_base(recipe: Recipe) -> bool:
     """Whether evaluation measures the base model, because nothing is trained yet."""
-    return recipe.evaluate.model is None and not (recipe.folder.model / "config.json").exists()
+    return recipe.evaluate.model is None and not recipe.folder.model.exists()
 
 
 def _evaluated_folders(recipe: Recipe) -> list[str]:

@@ -23,10 +23,8 @@ from ingot.checkpoints.store import checkpoint_in, step_folder
 from ingot.config.models.content import CHANGED, CONTENT, FILES, LABELS, file_digests
 from ingot.config.models.lineage import LINEAGE, MERGED
 from ingot.config.models.source import model_config
-from ingot.config.models.weights import weight_files
 from ingot.models.adapters.lora import add_lora, lora_layers
 from ingot.models.adapters.peft import save_adapter
-from ingot.models.adapters.peft_config import is_adapter
 from ingot.models.adapters.quantized import round_base, rounded_tensors
 from ingot.models.hf.folder import named_tensors
 from ingot.models.hf.models import Encoder
@@ -211,10 +209,5 @@ def _is_whole(train_state: TrainState) -> bool:
 
 
 def exported_files(folder: Path) -> list[Path]:
-    """The files whose hashes show whether an export has changed."""
-    weights = (
-        sorted(folder.glob("adapter_model*.safetensors"))
-        if is_adapter(folder)
-        else weight_files(folder)
-    )
-    return [*weights, folder / LINEAGE]
+    """The files of an export that was just written, whose sizes show whether it has changed."""
+    return sorted(file for file in folder.iterdir() if file.is_file())

@@ -20,7 +20,8 @@ from ingot.config.models.weights import model_hash
 from ingot.config.recipe import Recipe
 from ingot.data.cleaning.documents import read_documents
 from ingot.evaluate import evaluate as evaluate_module
-from ingot.evaluate.evaluate import evaluate
+from ingot.evaluate.evaluate import evaluate, model_folder
+from ingot.pipeline.steps import step_named
 from ingot.tokenizers.load import load_tokenizer
 from tests import tolerances
 from tests.evaluate.small_models import (
@@ -236,6 +237,18 @@ def test_a_model_without_a_tokenizer(root: Path) -> None:
     for file in recipe.folder.model.glob("tokenizer*"):
         file.unlink()
     assert str(recipe.folder.model) in refused(recipe)
+
+
+def test_a_model_that_is_not_whole_is_not_taken_for_none(root: Path) -> None:
+    """Its base would be measured in its place, and told of as this run's own."""
+    recipe = with_model(root)
+    base = shutil.copytree(recipe.folder.model, root / "base")
+    (recipe.folder.model / "config.json").unlink()
+    tuned = small_recipe(root, model__source=str(base), model__config=None)
+    assert "model is not as it was exported (config.json is missing)" in refused(tuned)
+    assert "model.source" not in step_named("evaluate").knobs(tuned)
+    shutil.rmtree(recipe.folder.model)
+    assert model_folder(tuned) == base
 
 
 def test_a_model_with_fewer_positions_or_embeddings(root: Path) -> None:

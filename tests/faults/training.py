@@ -1544,4 +1544,12 @@ FAULTS = [
         "the adapter of an earlier training is exported and pushed as that of a model trained without one",
         "tests/train/test_chain.py",
     ),
+    Fault(
+        "half-a-model-taken-for-none",
+        "ingot/evaluate/evaluate.py",
+        "    if own.exists():",
+        "    if (own / CONFIG).exists():",
+        "the base is measured and told of as this run's model, which lacks a file",
+        "tests/evaluate/test_evaluate.py",
+    ),
 ]

@@ -100,6 +100,7 @@ def test_it_learns_and_writes_what_it_promises(root: Path) -> None:
         "tokenizer.json",
         "ingot.json",
     } <= {p.name for p in recipe.folder.model.iterdir()}
+    assert {"model/config.json", "model/tokenizer.json"} <= outcome.files.keys()
     for path, size in outcome.files.items():
         assert (recipe.folder.root / path).stat().st_size == size
 
