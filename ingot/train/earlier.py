@@ -12,6 +12,7 @@ from typing import Any
 from ingot.base.markers import fingerprint
 from ingot.base.progress import say
 from ingot.base.runfolder import SET_ASIDE, RunFolder
+from ingot.base.runlog import read_lines
 from ingot.base.storage import fsync_folder
 from ingot.checkpoints.store import (
     CommittedCheckpoint,
@@ -19,6 +20,7 @@ from ingot.checkpoints.store import (
     newest_valid,
     set_damaged_aside,
 )
+from ingot.config.models.lineage import read_lineage
 
 LEFT_OUT = "left_out.json"
 """File in the run folder that lists the samples a roll-back has left out."""
@@ -42,6 +44,22 @@ def set_aside(run: RunFolder, identity: Mapping[str, Any]) -> None:
     place = next(at for at in (earlier(run) / name for name in names) if not at.exists())
     _gather(run, place)
     say(f"the earlier training is set aside in {place}")
+
+
+def set_logs_aside(run: RunFolder, identity: Mapping[str, Any]) -> None:
+    """Move the logs of the training that made the model, whose checkpoints were removed, to
+    `earlier/`; those of one that died before its first checkpoint are in nobody's way. The model
+    stays until there is another one, and a line says that nothing brings it back then.
+    """
+    made = read_lineage(run.model)
+    logged = max((line.get("step", 0) for line in read_lines(run.metrics)), default=0)
+    if made is None or logged < (made.get("step") or 0):
+        return
+    say(
+        f"warning: of the training that made {run.model} no checkpoint is left, so nothing brings"
+        " that model back once this training ends; copy it to keep it"
+    )
+    set_aside(run, identity)
 
 
 def place_of(run: RunFolder, identity: Mapping[str, Any]) -> Path | None:

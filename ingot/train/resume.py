@@ -35,7 +35,7 @@ from ingot.config.length import rows_come_to
 from ingot.config.recipe import Recipe
 from ingot.data.batches.order import sequence_position
 from ingot.parallel.mesh import Mesh
-from ingot.train.earlier import LEFT_OUT, bring_back, place_of, set_aside
+from ingot.train.earlier import LEFT_OUT, bring_back, place_of, set_aside, set_logs_aside
 
 FIELDS = (
     *("identity", "finished", "run_id", "due", "waiting", "learning_rate"),
@@ -99,6 +99,8 @@ def find_start(
             before_anew()
             if found is not None or fresh:
                 set_aside(run, identity)
+            else:
+                set_logs_aside(run, identity)
             return None
         check_fields(committed(place / "checkpoints")[0], reads)  # before anything is moved
         set_aside(run, identity)

@@ -1552,4 +1552,12 @@ FAULTS = [
         "the base is measured and told of as this run's model, which lacks a file",
         "tests/evaluate/test_evaluate.py",
     ),
+    Fault(
+        "logs-go-with-checkpoints",
+        "ingot/train/resume.py",
+        "            set_logs_aside(run, identity)",
+        "            pass",
+        "the metrics of a finished training are erased by the next one, since its checkpoints were removed",
+        "tests/train/test_earlier.py",
+    ),
 ]

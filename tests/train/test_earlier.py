@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -165,3 +166,19 @@ def test_a_training_finishes_what_a_killed_process_moved(root: Path) -> None:
     train(recipe)
     assert metrics(recipe) == logged
     assert not half.exists()
+
+
+def test_logs_outlive_the_checkpoints_of_a_finished_training(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Which were removed for their room."""
+    recipe = small_recipe(root, train__steps=2)
+    train(recipe)
+    run, logged = recipe.folder, recipe.folder.metrics.read_text()
+    shutil.rmtree(run.checkpoints)
+    for seed in (5, 6):
+        find_start(run, identity([], seed=seed), fresh=False)
+        run.metrics.write_text('{"step": 1}\n')  # by one that dies before its first checkpoint
+    (place,) = earlier(run).iterdir()
+    assert (place / "metrics.jsonl").read_text() == logged
+    assert capsys.readouterr().err.count("nothing brings that model back") == 1
