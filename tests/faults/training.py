@@ -1507,8 +1507,8 @@ FAULTS = [
     Fault(
         "refused-beside-its-own",
         "ingot/train/resume.py",
-        " and place is None:\n            raise",
-        ":\n            raise",
+        " and place is None:\n                raise",
+        ":\n                raise",
         "a training that lies whole in earlier/ is paid for again, since another one was begun and stopped",
         "tests/train/test_earlier.py",
     ),
