@@ -253,7 +253,7 @@ class EvaluationReport:
 
     `base`: the same metrics of the model that training started from, if requested. A baseline whose
     key begins with the key of a metric (`rouge/rouge1/first_line`) belongs to it; others
-    (`gzip -9`) are bits per byte.
+    (`gzip -9`) are bits per byte. `missing`: why a metric of a task is not there.
     """
 
     model_hash: str
@@ -263,6 +263,7 @@ class EvaluationReport:
     samples: list[dict[str, str]] = field(default_factory=list)
     base: dict[str, Metric] = field(default_factory=dict)
     schema: int = SCHEMA
+    missing: dict[str, str] = field(default_factory=dict)
 
     @property
     def bits_per_byte(self) -> dict[str, float]:

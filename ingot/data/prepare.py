@@ -24,11 +24,12 @@ from ingot.base.storage import (
 from ingot.config.length import steps_of
 from ingot.config.recipe import Recipe
 from ingot.config.sections.data import COLUMNS
+from ingot.config.sections.evaluation import LossTask
 from ingot.config.sections.objective import CHAT_TEMPLATED, PLAIN
 from ingot.data.batches.order import order_of
 from ingot.data.batches.prompts import check_prompts
 from ingot.data.batches.rows import open_rows
-from ingot.data.batches.samples import Samples
+from ingot.data.batches.samples import Samples, alike_ratings
 from ingot.data.batches.spans import hiding_of
 from ingot.data.cleaning.clean import clean, files_of
 from ingot.data.cleaning.cleaned import CleaningResult
@@ -135,6 +136,7 @@ def _prepare(recipe: Recipe, raw: RawData, engine: Engine, *, again: bool) -> Ve
     write_prepared(folder, prepared, about, files)
     keep_packed(run.columns, folder, prepared, checksums=again)
     packed = _pack(recipe, prepared, tokenizer, engine)
+    _warn_of_alike_ratings(recipe, folder)
     with disk_errors(run.columns):
         replace_folder(folder, run.columns)
         if tokenizer_folder != run.tokenizer:
@@ -183,6 +185,22 @@ def _warn_of_no_end(recipe: Recipe, tokenizer: Tokenizer) -> None:
             "warning: the chat template writes no special token after what the assistant says, so a"
             " model does not learn to stop"
         )
+
+
+def _warn_of_alike_ratings(recipe: Recipe, folder: Path) -> None:
+    """Print what held-out rated answers do not tell, before training is paid for."""
+    tasks = [task for task in recipe.tasks if isinstance(task, LossTask)]
+    if recipe.documents != "rated" or not recipe.data.holds_out or not tasks:
+        return
+    data, plan = recipe.data, recipe.held_out_row_plan
+    rows = open_rows(
+        folder, "validation", data.seq_len, pack=plan, pad_last=True, target_len=data.target_len
+    )
+    if not isinstance(rows, Samples) or not len(rows):
+        return
+    if alike := alike_ratings(rows.ratings(range(len(rows)), len(rows))):
+        untold = ", ".join(f"{task.name}/{metric}" for task in tasks for metric in alike.untold)
+        say(f"warning: `ingot evaluate` will not tell {untold}: {alike.why}")
 
 
 def _name_for_megatron(recipe: Recipe, prepared: PreparedData) -> list[Path]:

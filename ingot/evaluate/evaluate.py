@@ -321,6 +321,9 @@ def _report(recipe: Recipe, found: EvaluationResults, tokenizer: Tokenizer) -> E
         baseline_values,
         found.samples,
         base,
+        missing={
+            key: why for measured in found.tasks.values() for key, why in measured.missing.items()
+        },
     )
 
 
@@ -369,4 +372,6 @@ def _summary(report: EvaluationReport, recipe: Recipe) -> str:
     others = [key for key in gated if key in report.metrics and not key.endswith("/bits_per_byte")]
     if not parts and not others:
         others = list(report.metrics)[:2]
+    if not report.metrics:
+        return "; ".join(dict.fromkeys(report.missing.values()))
     return ", ".join([*parts, *(f"{key} {report.metrics[key].value:.4f}" for key in others)])

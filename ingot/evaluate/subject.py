@@ -156,6 +156,8 @@ class TaskResult:
     """`TASK/metric/NAME`: the value of a simple baseline on the same items; for information, never
     for the gate.
     """
+    missing: Mapping[str, str] = field(default_factory=dict)
+    """`TASK/metric`: why these items do not tell it."""
 
 
 class OpenTask(Protocol):

@@ -132,10 +132,9 @@ def _compare_metric(
     found = candidate.metric(name)
     if found is None:
         known = ", ".join(sorted(candidate.metrics)) or "none at all"
-        reason = (
-            f"the new model's report has no metric {name} (it has {known}); mend gate.metric, or"
-            " add a task to evaluate.tasks"
-        )
+        why = [why for key, why in candidate.missing.items() if f"/{key}".endswith(f"/{name}")]
+        way = why[0] if why else "mend gate.metric, or add a task to evaluate.tasks"
+        reason = f"the new model's report has no metric {name} (it has {known}); {way}"
         return MetricComparison(name, None, None, None, False, reason)
     key, new = found
     if rule.direction is not None and rule.direction != new.direction:

@@ -229,6 +229,27 @@ def test_tokens_in_no_row_are_told_beside_all(kind: str, seq_len: int, tmp_path:
     )
 
 
+@pytest.mark.parametrize(
+    ("rating", "told"),
+    [
+        (None, ""),
+        (True, "will not tell loss/accuracy: all of the "),
+        (False, "loss/bits_per_byte, loss/accuracy: none of the "),
+    ],
+)
+def test_held_out_answers_of_one_rating_are_told_before_training(
+    rating: bool | None, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "rated.jsonl"
+    rated = [one | ({} if rating is None else {"label": rating}) for one in records("rated", 60)]
+    path.write_text("".join(json.dumps(record) + "\n" for record in rated), encoding="utf-8")
+    made("rated", tmp_path)
+    shown = capsys.readouterr()
+    warnings = [line for line in (shown.out + shown.err).splitlines() if "will not tell" in line]
+    assert len(warnings) == bool(told)
+    assert told in "".join(warnings)
+
+
 @pytest.mark.parametrize("kind", ["pair", "labelled"])
 def test_a_length_of_targets_where_nothing_has_any_is_told(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -7,9 +7,10 @@ from __future__ import annotations
 import bisect
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from ingot.base.errors import WrongInput
 from ingot.config.sections.data import COLUMNS
@@ -52,6 +53,28 @@ class SampleArrays(NamedTuple):
     labels: Ids
     positions: Ids
     segments: Ids
+
+
+class AlikeRatings(NamedTuple):
+    """What held-out answers of one rating alone do not tell, and why, in words."""
+
+    untold: tuple[str, ...]
+    why: str
+
+
+def alike_ratings(ratings: npt.NDArray[Any]) -> AlikeRatings | None:
+    """None where there are good and bad ones: the loss is that of the good ones, and the accuracy
+    compares both.
+    """
+    good = np.count_nonzero(ratings)
+    if 0 < good < len(ratings):
+        return None
+    which, are = ("all", "are") if good else ("none", "is")
+    return AlikeRatings(
+        ("accuracy",) if good else ("loss", "perplexity", "bits_per_byte", "accuracy"),
+        f"{which} of the {len(ratings):,} held-out rated answers {are} good; give data.validation"
+        " good and bad ones",
+    )
 
 
 class Samples(PreparedSplit):

@@ -16,7 +16,7 @@ from ingot.config.recipe import Recipe
 from ingot.config.sections.evaluation import LossTask
 from ingot.data.batches.hiding import Hiding
 from ingot.data.batches.rows import Rows, open_rows
-from ingot.data.batches.samples import Samples
+from ingot.data.batches.samples import Samples, alike_ratings
 from ingot.data.batches.spans import hiding_of
 from ingot.data.columns.manifest import PreparedData, prepared_for
 from ingot.evaluate.corpus import (
@@ -303,28 +303,27 @@ class OpenSampleLossTask:
 
     def _rated(self, sums: SampleLosses, on: str) -> TaskResult:
         """The loss of good answers, and how often one of them is likelier per token than a bad one
-        (the area under the ROC curve; ties count half). This is left out where all are alike.
+        (the area under the ROC curve; ties count half). What one kind of answers does not tell is
+        left out.
         """
         good, name = sums.ratings > 0, self.task.name
-        if not good.any():
-            raise WrongInput(
-                f"none of the {len(good):,} held-out rated answers is a good one; set"
-                " data.validation to more documents"
+        metrics: dict[str, Metric] = {}
+        if good.any():
+            metrics |= sum_metrics(
+                name,
+                *(values[good] for values in (sums.nats, sums.targets, sums.bytes)),
+                documents=on,
+                tokenizer=self.prepared.tokenizer,
             )
-        metrics = sum_metrics(
-            name,
-            *(values[good] for values in (sums.nats, sums.targets, sums.bytes)),
-            documents=on,
-            tokenizer=self.prepared.tokenizer,
-        )
-        mean = -sums.nats / sums.targets
-        if not good.all():
-            accuracy = likelier_metric(mean[good], mean[~good], on=on)
-            metrics |= {f"{name}/accuracy": accuracy}
+        if good.any() and not good.all():
+            mean = -sums.nats / sums.targets
+            metrics[f"{name}/accuracy"] = likelier_metric(mean[good], mean[~good], on=on)
         examples = _examples(sums.nats, sums.targets, sums.bytes)
+        alike = alike_ratings(good)
         return TaskResult(
             metrics,
             [one | {"good": bool(rated)} for one, rated in zip(examples, good, strict=True)],
+            missing={f"{name}/{metric}": alike.why for metric in alike.untold} if alike else {},
         )
 
 

@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 from ingot.base.errors import WrongInput
+from ingot.base.reports import EvaluationReport
 from ingot.config.recipe import Recipe
+from ingot.config.sections.deployment import MetricGate
 from ingot.config.sections.evaluation import LOSS_METRICS, LossTask
 from ingot.data.batches.rows import open_rows
 from ingot.data.batches.samples import Samples
@@ -27,6 +29,7 @@ from ingot.evaluate.sources import source_names
 from ingot.evaluate.subject import TaskResult
 from ingot.evaluate.tasks import check, measure, open_task
 from ingot.parallel.mesh import running_mesh
+from ingot.registry.gate import decide
 from ingot.tokenizers.load import load_tokenizer
 from tests import tolerances
 from tests.evaluate.small_models import place_model, subject_in, with_model, write_lines
@@ -206,6 +209,26 @@ def test_what_is_measured_of_each_kind_of_document_is_known_before(
     recipe = made(documents)
     names = LossTask().metrics_with(recipe.objective)
     assert set(measured(recipe).metrics) == {f"loss/{name}" for name in names}
+
+
+@pytest.mark.parametrize("good", [True, False])
+def test_answers_of_one_rating_tell_what_they_can(good: bool, tmp_path: Path) -> None:
+    """And the gate says why it keeps the live model, which may be missed weeks later."""
+    alike = [one | {"label": good} for one in records("rated", 12)]
+    write_lines(tmp_path / "rated.jsonl", alike)
+    recipe = recipe_of(tmp_path, "rated")
+    ingest(recipe)
+    prepare(recipe)
+    place(recipe, recipe.folder.model)
+    found = measured(recipe)
+    told = ("loss", "perplexity", "bits_per_byte") if good else ()
+    assert set(found.metrics) == {f"loss/{name}" for name in told}
+    assert "loss/accuracy" in found.missing
+    assert not set(found.metrics) & set(found.missing)
+    report = EvaluationReport("m", "t", found.metrics, missing=dict(found.missing))
+    kept = decide(report, None, MetricGate(metric="accuracy"))
+    assert kept.decision == "keep"
+    assert f"{'all' if good else 'none'} of the {len(samples(recipe))} held-out" in kept.reason
 
 
 @pytest.mark.drawn
