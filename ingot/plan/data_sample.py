@@ -135,7 +135,7 @@ class LengthSample:
     documents: int
     columns: Mapping[str, ColumnLengths]
     truncated: float
-    """Share of the documents that lose their end."""
+    """Share of the documents that are cut, at the side that `data.truncate` names."""
     left_out: float
     """Share of the documents without anything that is trained, in all or in what remains."""
     lost_targets: float | None
@@ -150,7 +150,7 @@ class LengthSample:
     """Tokens of all training documents."""
     text_bytes: Range | None
     """Bytes of the texts of all documents of the training sources, those that are held out or not
-    trained on included.
+    trained on included; once they are prepared, of what is written in the training documents.
     """
     vocab_size: int
     unreadable: float = 0.0
@@ -265,10 +265,7 @@ def _sampled(recipe: Recipe, smaller: int) -> LengthSample:
         columns,
         counts.truncated / int(records.counts.sum()),
         (counts.lost + counts.too_long + counts.untrained) / int(records.counts.sum()),
-        # Of other ways to cut only `prepare` knows what is lost.
-        _lost_targets(records, limits)
-        if recipe.documents not in PLAIN and data.truncate == "right"
-        else 0.0,
+        0.0 if recipe.documents in PLAIN else _lost_targets(recipe, records, limits),
         padding,
         rows,
         tokens,
@@ -363,8 +360,12 @@ def _of_pieces(counts: PackingCounts, longest: int, framing: int) -> float:
     return 1.0 - (counts.tokens + counts.rows * framing) / max(1, most)
 
 
-def _lost_targets(records: TokenRecords, limits: Mapping[str, int]) -> float | None:
-    """The share of the trained tokens that lie beyond the row."""
+def _lost_targets(recipe: Recipe, records: TokenRecords, limits: Mapping[str, int]) -> float | None:
+    """The share of the trained tokens that lie beyond the row; of other ways to cut only `prepare`
+    knows what is lost.
+    """
+    if recipe.data.truncate != "right":
+        return None
     trained = lost = 0
     for name, limit in limits.items():
         mask = records.columns.get(MASK if name == "tokens" else f"{name}_{MASK}")

@@ -605,4 +605,12 @@ FAULTS = [
         "a plan lets a training fit the machine around a container that has less",
         "tests/plan/test_checks.py",
     ),
+    Fault(
+        "plan-counts-the-wrong-end",
+        "ingot/plan/data_sample.py",
+        'if recipe.data.truncate != "right":',
+        "if False:",
+        "a plan says that nothing trained is cut away where prompts lose their beginning",
+        "tests/plan/test_data_sample.py",
+    ),
 ]

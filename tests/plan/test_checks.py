@@ -86,6 +86,30 @@ def test_padding_of_single_records_is_an_upper_bound(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("objective", "truncate", "side"),
+    [("sft", "right", "their end"), ("sft", "left", "their beginning"), ("dpo", "left", "prompt")],
+)
+def test_what_is_cut_is_told_of_its_side(
+    objective: str, truncate: str, side: str, tmp_path: Path
+) -> None:
+    recipe = small_recipe(tmp_path, objective__kind=objective, data__truncate=truncate)
+    found = list(judge_data(recipe, replace(SAMPLE, truncated=0.5, lost_targets=None)))
+    assert side in found[-1].message
+    assert "cut away" not in found[-1].message
+    assert warned(found) == ["data.seq_len"]
+
+
+def test_rows_of_prompts_have_no_padding_to_judge(tmp_path: Path) -> None:
+    recipe = small_recipe(
+        tmp_path,
+        objective={"kind": "grpo", "rewards": [{"kind": "exact"}]},
+        train__global_batch=8,
+    )
+    told = list(judge_data(recipe, replace(SAMPLE, padding=0.9)))
+    assert "data.pack" not in [one.about for one in told]
+
+
+@pytest.mark.parametrize(
     ("peaks", "about"),
     [
         ({"bfloat16": 1e9, "float32": 9e10}, ["precision.compute"]),

@@ -135,6 +135,11 @@ def test_targets_beyond_the_row_are_counted_as_lost(tmp_path: Path) -> None:
     assert cut.truncated == pytest.approx(0.5, abs=0.01)
     assert cut.lost_targets is not None
     assert 0.1 < cut.lost_targets < 0.95
+    for other in ("left", "drop"):  # what is cut elsewhere is not counted
+        knobs["data__truncate"] = other
+        cut = look_at_data(small_recipe(tmp_path, data__seq_len=shortest + 10, **knobs))
+        assert cut.lost_targets is None
+    knobs["data__truncate"] = "right"
     gone = look_at_data(small_recipe(tmp_path, data__seq_len=8, **knobs))
     assert gone.left_out > 0.9, "the prompt alone fills the row"
 

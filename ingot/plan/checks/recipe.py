@@ -64,9 +64,13 @@ def judge_data(recipe: Recipe, sample: LengthSample) -> Iterator[PlanFinding]:
             f" {sample.why_unreadable}",
         )
     if sample.truncated or (sample.lost_targets or 0.0) > 0.0:
+        side = "end"
+        if recipe.data.truncate == "left":
+            of_prompt = recipe.documents in ("preference", "rated")
+            side = "prompt's beginning" if of_prompt else "beginning"
         lost, message = (
             sample.lost_targets,
-            f"{sample.truncated:.1%} of the documents lose their end",
+            f"{sample.truncated:.1%} of the documents lose their {side}",
         )
         if lost is not None:
             message += f", and {lost:.1%} of the trained tokens are cut away"
@@ -83,7 +87,8 @@ def judge_data(recipe: Recipe, sample: LengthSample) -> Iterator[PlanFinding]:
         message = f"{sample.left_out:.1%} of the documents are left out, since {why}"
         way = "; raise data.seq_len, or look at them with `ingot show mask`" if much else ""
         yield PlanFinding("warning" if much else "known", "data.seq_len", message + way)
-    if sample.padding > 0.0 and sample.left_out < 1.0:
+    # Rows of prompts that are answered are only as long as both need.
+    if sample.padding > 0.0 and sample.left_out < 1.0 and not recipe.objective.samples_answers:
         much = sample.padding > MUCH_PADDED
         message = f"{sample.padding:.1%} of the positions are padding"
         if trained_kind(recipe) != "decoder" or recipe.documents in TWO_ROWS:
