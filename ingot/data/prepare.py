@@ -228,7 +228,7 @@ def _being_made(folder: Path) -> Path:
 
 def _tell(recipe: Recipe, raw: RawData, cleaned: CleaningResult) -> None:
     """Print what cleaning dropped, its notes, and which sources it could not read. Raises
-    WrongInput if it dropped everything.
+    WrongInput if it dropped everything and there are no tokens beside.
     """
     for source in raw.tokenised if recipe.data.clean.wanted else ():
         say(
@@ -240,7 +240,7 @@ def _tell(recipe: Recipe, raw: RawData, cleaned: CleaningResult) -> None:
         return
     dropped = sum(cleaned.dropped.values())
     each = ", ".join(f"{count:,} by {step}" for step, count in cleaned.dropped.items() if count)
-    if dropped == report.documents:
+    if dropped == report.documents and not raw.tokenised:
         example = next(step.examples[0] for step in report.steps if step.examples)
         raise WrongInput(
             f"data.clean leaves none of the {dropped:,} documents ({each}), such as"

@@ -280,6 +280,29 @@ def test_existing_columns_are_not_cleaned_which_is_told(
         assert ("not cleaned, its documents are tokens" in capsys.readouterr().out) == bool(clean)
 
 
+def test_texts_that_are_all_dropped_leave_the_tokens_beside_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = write_jsonl(tmp_path / "a.jsonl", sentences(40))
+    first = recipe(tmp_path / "first", texts)
+    ingest(first)
+    prepare(first)
+    source = columns_of(tmp_path, load_tokenizer(first.folder.tokenizer), sentences(80))
+    small = recipe(
+        tmp_path / "second",
+        texts,
+        source,
+        tokenizer__source=str(first.folder.tokenizer),
+        tokenizer__vocab_size=None,
+        data__clean={"min_chars": 10_000},
+    )
+    ingest(small)
+    prepare(small)
+    assert "cleaning dropped 40 of 40 documents" in capsys.readouterr().err
+    sources = prepared_for(small).splits["train"]
+    assert [bool(one.documents) for one in sources] == [False, True]
+
+
 def test_columns_of_a_larger_vocabulary_are_refused(tmp_path: Path) -> None:
     texts = sentences(60)
     first = recipe(
