@@ -203,14 +203,10 @@ def _shown(verb: str, proof: Proof, *, as_json: bool) -> int:
         table.add_row(Text(check.what), Text(*MARKS[check.passed]), Text(check.detail))
     console().print(table)
     failed = sum(check.passed is False for check in proof.checks)
-    print(
-        f"{proof.title}: "
-        + (
-            f"{failed} of {len(proof.checks)} checks failed"
-            if failed
-            else f"all {len(proof.checks)} checks hold"
-        )
-    )
+    tried = sum(check.passed is not None for check in proof.checks)
+    said = f"{failed} of {tried} checks failed" if failed else f"all {tried} checks hold"
+    none = len(proof.checks) - tried
+    print(f"{proof.title}: {said}" + (f", {none} had no case" if none else ""))
     return EXIT_DONE if proof.holds else EXIT_FAILED
 
 

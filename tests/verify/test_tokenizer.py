@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from ingot.base.errors import WrongInput
+from ingot.cli.verify import _shown as shown
 from ingot.config.recipe import Recipe
 from ingot.data.ingest import ingest
 from ingot.data.prepare import prepare
@@ -51,7 +52,7 @@ def red(proof: Proof) -> list[str]:
     return [one.what for one in proof.checks if one.passed is False]
 
 
-def test_what_is_right(tmp_path: Path) -> None:
+def test_what_is_right(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     proof = verify_tokenizer(given(tmp_path))
     assert proof.holds, red(proof)
     assert "302 tokens" in proof.title
@@ -65,6 +66,9 @@ def test_what_is_right(tmp_path: Path) -> None:
     assert "uint16 for 302 tokens" in check(proof, "ids fit").detail
     assert check(proof, "chat template").passed is None
     assert check(proof, "prepared data").passed is None
+    assert shown("tokenizer", proof, as_json=False) == 0
+    tried = len(proof.checks) - 2
+    assert capsys.readouterr().out.endswith(f"all {tried} checks hold, 2 had no case\n")
 
 
 def test_ingested_and_prepared(tmp_path: Path) -> None:
