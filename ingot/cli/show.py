@@ -108,7 +108,9 @@ def samples(
         typer.Option(
             "--prompts",
             metavar="N",
-            help="How many are shown: the newest of a training on rewards, else of each task.",
+            min=1,
+            help="How many are shown: the newest of a training on rewards, else of each task;"
+            " completions of evaluate.prompts all are.",
         ),
     ] = 4,
     as_json: AsJson = False,

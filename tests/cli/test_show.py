@@ -230,6 +230,13 @@ def test_answers_of_a_task_with_references_are_samples_too(
     ]
 
 
+@pytest.mark.parametrize("number", ["0", "-1"])
+def test_no_number_of_prompts_stands_for_another(number: str, tmp_path: Path) -> None:
+    done = command("show", "samples", str(made_up_run(tmp_path).root), f"--prompts={number}")
+    assert done.returncode == 2
+    assert "--prompts" in done.stderr
+
+
 def test_samples_of_an_evaluation_are_shown_side_by_side(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
