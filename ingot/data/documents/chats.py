@@ -99,7 +99,7 @@ def _turns(
     if kind != "messages" or not _is_prompted(record, columns):
         value = _needed(record, CHAT_COLUMN[kind], columns)
         return messages_of(value, kind, columns, guess=guess)
-    prompt = prompt_in(record, kind, columns, guess=guess) or []
+    prompt = prompt_in(record, kind, columns, "chat", guess=guess) or []
     if any(message["role"] == "assistant" for message in prompt):
         # TRL would train the completion alone.
         raise RecordError(

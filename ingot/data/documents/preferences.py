@@ -143,7 +143,7 @@ def _prompted(
     record: Mapping[str, Any], kind: str, columns: ColumnNames, *, guess: bool
 ) -> Preference:
     chosen, rejected = (answer_in(record, name, kind, columns, guess=guess) for name in SIDES)
-    prompt = prompt_in(record, kind, columns, guess=guess)
+    prompt = prompt_in(record, kind, columns, "preference", guess=guess)
     if prompt is None:
         return _parted(chosen, rejected)
     # Some data sets repeat the prompt, or but a question, in both conversations.

@@ -54,11 +54,11 @@ def prompt_column(record: Mapping[str, Any], kind: str, columns: ColumnNames) ->
 
 
 def prompt_in(
-    record: Mapping[str, Any], kind: str, columns: ColumnNames, *, guess: bool
+    record: Mapping[str, Any], kind: str, columns: ColumnNames, what: str, *, guess: bool
 ) -> list[Message] | None:
-    """The messages before the answers; None if no column has them."""
+    """The messages before the answers of a `what`; None if no column has them."""
     if kind == "alpaca":
-        return alpaca_prompt(record, columns, "preference")
+        return alpaca_prompt(record, columns, what)
     if (name := prompt_column(record, kind, columns)) is None:
         return None
     value = column(record, name, columns)

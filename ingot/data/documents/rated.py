@@ -107,7 +107,7 @@ def _rated(record: Mapping[str, Any], layout: str, columns: ColumnNames) -> Rate
     label = _label(record, columns)
     kind = _layout(record, columns) if layout == "auto" else layout
     name, guess = "output" if kind == "alpaca" else "completion", layout == "auto"
-    prompt = prompt_in(record, kind, columns, guess=guess)
+    prompt = prompt_in(record, kind, columns, "rated answer", guess=guess)
     if prompt is None:
         raise missing_columns(record, "rated answer", "there is no prompt")
     if column(record, name, columns) is None:

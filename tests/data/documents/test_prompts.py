@@ -189,3 +189,9 @@ def test_messages_in_json_have_their_own_column_names() -> None:
     assert isinstance(given, ParsedDocument)
     found = from_rated(given.text)
     assert (found.prompt, found.answer) == ([user("a")], [bot("a")])
+
+
+def test_what_lacks_an_instruction_is_named_as_what_it_was_to_be() -> None:
+    found = to_rated(1, {"output": "a", "label": True}, "alpaca", {})
+    assert isinstance(found, BadRecord)
+    assert (found.reason, "`instruction`" in found.detail) == ("no rated answer columns", True)
