@@ -37,8 +37,8 @@ class NotHere(WrongInput):
 
 
 def training_texts(recipe: Recipe) -> Iterator[str]:
-    """Training documents in order: as ingested, or directly from the sources if nothing is ingested
-    yet.
+    """Training documents in order: as ingested, or, if nothing is ingested yet, all those of the
+    training sources, of which some will be held out or left out by `data.fraction`.
 
     Raises:
         WrongInput: a source is not on this machine and was not ingested.

@@ -141,7 +141,9 @@ class Average(Section):
     that a signal has. With `checkpoint.every` as a time, which ones there are depends on the clock.
     """
     decay: Annotated[float, Field(gt=0, lt=1)] = 0.999
-    """Of `ema`: share of the mean that is kept in a step; 0.999 is about the last thousand."""
+    """Of `ema`: share of the mean that is kept in a step; 0.999 is about the last thousand. A
+    mean of n steps keeps at most (n + 1) / (n + 10), or the first weights would stay for long.
+    """
     checkpoints: Annotated[int, Field(ge=2)] = 5
     """Of `last`: how many checkpoints; `checkpoint.keep` must keep as many."""
     evaluate: bool = False

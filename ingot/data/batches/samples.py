@@ -241,8 +241,9 @@ class _SampleSource(PartReader):
 
     def other(self, number: int) -> int:
         """The row whose answer is put behind the prompt of row `number`: another one of the same
-        part, as far apart for all. The distance is neither 1 nor half of the rows, so that the
-        answers to one prompt, side by side or in two halves, do not meet.
+        part, as far apart for all. Of five rows or more the distance is neither 1 nor half of
+        them, so that the answers to one prompt, side by side or in two halves, do not meet. A part
+        of one row has no other: its answer stands behind its own prompt.
         """
         index = bisect.bisect_right(self._ends, number)
         first, size = self._ends[index] - self._sizes[index], self._sizes[index]

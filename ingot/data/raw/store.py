@@ -42,9 +42,11 @@ Text = tuple[str, str]
 """(doc_id, text)"""
 
 Kind = Documents | Literal["tokens"]
-"""What the documents of a source are. `text`: plain texts. All others are JSON in the text column:
-`chat` is `{"messages": [message, ...]}`, where a message is `{"role": ..., "content": ...}`;
-`preference` is `{"prompt": [message, ...], "chosen": [...], "rejected": [...]}`; `pair` is
+"""What the documents of a source are. `text` and `masked`: plain texts. All others are JSON in the
+text column: `chat` is `{"messages": [message, ...]}`, where a message is
+`{"role": ..., "content": ...}`; `preference` is
+`{"prompt": [message, ...], "chosen": [...], "rejected": [...]}`; `rated` is
+`{"prompt": [message, ...], "answer": [...], "label": 1 or 0}`; `pair` is
 `{"source": text, "target": text}`; `labelled` is `{"text": text, "label": number}`. `tokens`:
 existing Megatron columns, which are not copied; a part's path is their prefix.
 """
