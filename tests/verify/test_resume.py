@@ -56,7 +56,8 @@ def test_what_resumes_exactly_is_proved(
     file.write_text(dump_recipe(recipe))
     assert app(["verify", "resume", str(file)], standalone_mode=False) == 0
     shown = capsys.readouterr().out
-    assert "all 5 checks hold" in shown
+    tried = 4 if state == "there is none" else 5
+    assert f"all {tried} checks hold" in shown
     lines = shown.splitlines()
     assert any("optimizer state" in line and state in line for line in lines)
     assert "steps were lost and done again" in " ".join(shown.split())
