@@ -104,7 +104,7 @@ def usable_cores(root: Path = ROOT) -> int:
 
 def _cpu_quota(group: Path, files: Sequence[str]) -> int | None:
     """The processors whose time a control group is given, rounded up; None without a limit."""
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError, ZeroDivisionError):
         quota, period = " ".join((group / file).read_text() for file in files).split()
         if int(quota) > 0:  # -1 is none in version 1, "max" in version 2
             return math.ceil(int(quota) / int(period))

@@ -83,6 +83,8 @@ def names_like(pattern: str, *, folders: bool = False) -> Iterator[str]:
                 shown = not _is_hidden(entry.name) or _is_hidden(part)
                 if matches and shown and (not folders or _is_folder(entry)):
                     yield os.path.join(folder, entry.name)
+        elif _of_fsck(folder) and not os.access(folder, os.X_OK):
+            continue
         elif is_there(path := os.path.join(folder, part)):
             yield path
 
@@ -130,7 +132,7 @@ def _listed(folder: str, *, or_nothing: bool = False) -> list[os.DirEntry[str]]:
         with os.scandir(folder or ".") as entries:
             return sorted(entries, key=lambda entry: entry.name)
     except OSError as error:
-        if not or_nothing and os.path.basename(folder) != _OF_FSCK:
+        if not or_nothing and not _of_fsck(folder):
             unlisted(error)
         return []
 
@@ -142,6 +144,10 @@ def _is_folder(entry: os.DirEntry[str], *, or_no: bool = False) -> bool:
         if not or_no:
             unlisted(error)
         return False
+
+
+def _of_fsck(folder: str) -> bool:
+    return os.path.basename(folder.rstrip("/")) == _OF_FSCK
 
 
 def _is_hidden(name: str) -> bool:

@@ -201,7 +201,8 @@ def make_folder(folder: Path) -> None:
     made = [one for one in (folder, *folder.parents) if not one.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for one in reversed(made):
-        fsync_folder(one.parent)
+        with contextlib.suppress(PermissionError):  # where one may write and not look
+            fsync_folder(one.parent)
 
 
 @contextlib.contextmanager

@@ -18,8 +18,8 @@ def runs_in(output: Path) -> list[RunFolder]:
     folders = sorted(output.iterdir()) if output.is_dir() else []
     return [
         RunFolder(path)
-        for path in folders
-        if path.is_dir() and (not os.access(path, os.X_OK) or (path / "recipe.yaml").is_file())
+        for path in filter(os.path.isdir, folders)
+        if not os.access(path, os.X_OK) or (path / "recipe.yaml").is_file()
     ]
 
 

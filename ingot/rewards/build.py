@@ -83,7 +83,8 @@ class WeightedRewards:
             scores.failures[settings.label] = len(failed)
             if failed:
                 scores.reasons[settings.label] = str(failed[0])[:MOST_SHOWN]
-                if len(failed) == len(samples) and all(each.again for each in failed):
+                is_gone = len(failed) == len(samples) and all(each.again for each in failed)
+                if is_gone and settings.weight:  # of weight 0 it is told alone
                     scores.absent.append(settings.label)
             for place, value in enumerate(values):
                 counted = settings.on_failure if value is None else value

@@ -164,7 +164,7 @@ class RunsFolder:
             return
         for entry in entries.values() if depth else ():
             inner = f"{name}/{entry.name}" if name else entry.name
-            if entry.name.startswith(".") or not entry.is_dir():
+            if entry.name.startswith(".") or not os.path.isdir(entry):
                 continue
             if entry.is_symlink() and not self.within(Path(entry.path)):
                 continue

@@ -64,7 +64,7 @@ def test_what_a_system_keeps_for_itself_does_not_stop_a_source() -> None:
     own = (".Trashes", "lost+found", "a/.snapshots")
 
     def read(root: Path) -> None:
-        for pattern in ("", "*", "**/*.jsonl", "*/*.jsonl"):
+        for pattern in ("", "*", "**/*.jsonl", "*/*.jsonl", "*/1.jsonl", "**/1.jsonl"):
             assert found(root, pattern) == ["a/1.jsonl"]
 
     with open_folder() as root:

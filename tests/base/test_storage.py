@@ -197,6 +197,15 @@ def test_what_may_not_be_written_is_named_and_not_the_folder_that_it_is_in() -> 
         (root / "run" / "kept").chmod(0o755)
 
 
+def test_a_folder_is_made_where_one_may_write_and_not_look() -> None:
+    with open_folder() as root:
+        (root / "drop").mkdir()
+        (root / "drop").chmod(0o1733 if os.getuid() == 0 else 0o333)
+        as_nobody(lambda: write_atomic(root / "drop" / "run" / "x", "x"))
+        (root / "drop").chmod(0o755)
+        assert (root / "drop" / "run" / "x").read_text() == "x"
+
+
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="Linux has such a file system")
 def test_where_nothing_can_be_made_it_is_the_asked_for_name_that_is_told() -> None:
     for write in (

@@ -434,6 +434,7 @@ def test_a_run_that_this_user_may_not_read_hides_no_other() -> None:
         for name, inner in (("locked", ""), ("partly", "reports/steps")):
             shutil.copytree(root / "quickstart", root / name)
             (root / name / inner).chmod(0o600 if os.getuid() == 0 else 0)
+        (root / "link").symlink_to(root / "locked" / "reports")
         as_nobody(read, root)
         for folder in (root / "locked", root / "partly" / "reports" / "steps"):
             folder.chmod(0o700)

@@ -121,6 +121,8 @@ def test_a_reward_that_judges_something_or_refuses_is_not_absent() -> None:
     with build_rewards([LengthSettings()]) as rewards:
         for answers in (("flaky", "abc"), ("raises", "flaky again"), ("raises",), ()):
             assert rewards(samples(*answers)).absent == []
+    with build_rewards([LengthSettings(weight=0.0)]) as logged:
+        assert logged(samples("flaky two")).absent == []
 
 
 def test_samples_are_scored_together_but_never_more_than_asked() -> None:

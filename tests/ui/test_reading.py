@@ -242,6 +242,7 @@ def test_a_run_that_this_user_may_not_read_hides_no_other() -> None:
             made_up_run(root, name, steps=20)
         locked = root / "partly" / "reports" / "steps"
         locked.chmod(0o600 if os.getuid() == 0 else 0)
+        (root / "link").symlink_to(locked / "behind")
         as_nobody(read, root)
         locked.chmod(0o700)
 
