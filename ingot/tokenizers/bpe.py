@@ -35,11 +35,13 @@ def train_bpe(
     *,
     masks: bool = False,
     spans: bool = False,
+    ends: bool = False,
 ) -> Tokenizer:
     """Learn at most `vocab_size` tokens from `texts`, the 256 bytes, three special tokens and those
     in `special` included; with `masks` also one that hides tokens from a masked language model, and
     texts are framed at both ends, as such models read them; with `spans` the sentinels of hidden
-    spans, and texts are framed at their end alone, as T5 reads them.
+    spans, and texts are framed at their end alone, as T5 reads them; with `ends` they have an EOS
+    behind them, which some classifiers are read at.
 
     The same texts give the same tokenizer, in any order. The vocabulary is smaller where no pair of
     tokens occurs twice.
@@ -72,7 +74,7 @@ def train_bpe(
     interruptible(lambda: reference.train_from_iterator(texts, trainer))
     reference.pre_tokenizer = _words(SPLIT)
     reference.post_processor = _frame(
-        reference, begin="" if spans else BOS, end=EOS if masks or spans else ""
+        reference, begin="" if spans else BOS, end=EOS if masks or spans or ends else ""
     )
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",

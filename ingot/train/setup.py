@@ -22,6 +22,7 @@ from ingot.config.identity import (
 )
 from ingot.config.models.lineage import read_lineage
 from ingot.config.models.source import ModelKind, check_lora
+from ingot.config.models.types import ENDS_AT_EOS
 from ingot.config.recipe import Recipe
 from ingot.config.sections.objective import TWO_ROWS
 from ingot.config.sections.training import Muon
@@ -41,6 +42,7 @@ from ingot.data.columns.manifest import PreparedData, prepared_for
 from ingot.data.splits import Split, check_held_out
 from ingot.models.adapters.lora import add_lora
 from ingot.models.device import Compute, fast_compute, resolve_compute
+from ingot.models.hf.config import HFConfig
 from ingot.models.native.config import DecoderConfig
 from ingot.models.spec import ModelSpec, create_model, resolve_model_spec
 from ingot.parallel.apply import WrapSettings
@@ -225,6 +227,7 @@ def make_setup(recipe: Recipe, mesh: Mesh, *, fresh: bool = False) -> TrainSetup
     _check_model(recipe, model_spec, mesh, compute)
     _check_groups(recipe, model_spec)
     _check_tokenizer(recipe, prepared, tokenizer)
+    _check_end(recipe, model_spec, tokenizer)
     if mesh.is_main and model_spec.folder is not None and not model_spec.random:
         check_own(recipe, tokenizer, model_spec.folder)
     made = None if model_spec.folder is None else read_lineage(model_spec.folder)
@@ -307,6 +310,17 @@ def _check_groups(recipe: Recipe, model_spec: ModelSpec) -> None:
             add_lora(model, recipe.model.lora, recipe.seed)
         trained = [name for name, one in model.named_parameters() if one.requires_grad]
         check_groups(recipe.train.optimizer, trained)
+
+
+def _check_end(recipe: Recipe, model_spec: ModelSpec, tokenizer: Tokenizer) -> None:
+    """Raises WrongInput if the model reads a text at an end that its tokenizer puts nowhere."""
+    config = model_spec.config
+    is_read_there = isinstance(config, HFConfig) and config.model_type in ENDS_AT_EOS
+    if is_read_there and model_spec.kind == "encoder" and not tokenizer.alone[1]:
+        raise WrongInput(
+            f"{recipe.model.source} reads the class of a text at its EOS, and this tokenizer puts"
+            " none behind a text; take one that does (tokenizer.source), such as the model's own"
+        )
 
 
 def _check_tokenizer(recipe: Recipe, prepared: PreparedData, tokenizer: Tokenizer) -> None:

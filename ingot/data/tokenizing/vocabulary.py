@@ -72,9 +72,12 @@ def _inputs(recipe: Recipe, raw: RawData, cleaned: CleaningResult) -> dict[str, 
 
 
 def _hides(recipe: Recipe) -> dict[str, bool]:
-    """What a tokenizer that is trained for a recipe is to hide, as `train_bpe` is told."""
-    spans = recipe.objective.spans is not None
-    return {"masks": recipe.documents == "masked" and not spans, "spans": spans}
+    """What a tokenizer that is trained for a recipe is to hide, and whether its texts have an end,
+    as `train_bpe` is told.
+    """
+    spans, documents = recipe.objective.spans is not None, recipe.documents
+    masks, ends = documents == "masked" and not spans, documents == "labelled"
+    return {"masks": masks, "spans": spans, "ends": ends}
 
 
 def learn_tokenizer(recipe: Recipe, texts: Iterable[str]) -> Tokenizer:
