@@ -91,10 +91,12 @@ def check_tracked(
 
 
 def check_prompts(objective: ObjectiveSettings, train: Train, evaluate: Evaluate) -> None:
-    """Raises ValueError where a model that writes nothing is asked to."""
+    """Raises ValueError where a model that writes nothing is asked to; `evaluate.model` is another,
+    which may write.
+    """
     asked = {
         "train.sample_every": train.sample_every is not None,
-        "evaluate.prompts": bool(evaluate.prompts),
+        "evaluate.prompts": bool(evaluate.prompts) and evaluate.model is None,
     }
     knobs = [knob for knob, given in asked.items() if given]
     if knobs and not objective.writes:

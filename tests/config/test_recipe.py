@@ -265,6 +265,13 @@ def test_only_a_model_that_writes_is_asked_to(
         recipe(objective=objective, **asked)
 
 
+def test_another_model_that_is_evaluated_may_write() -> None:
+    masked, other = {"kind": "mlm"}, {"prompts": ["a"], "model": "other"}
+    assert recipe(objective=masked, evaluate=other).evaluate.prompts == ["a"]
+    with pytest.raises(ValidationError, match=r"train\.sample_every is for models that write"):
+        recipe(objective=masked, evaluate=other, train={"sample_every": 2})
+
+
 @pytest.mark.parametrize(
     ("objective", "metric", "measured"),
     [
