@@ -106,8 +106,10 @@ def test_a_failure_counts_as_on_failure_and_spares_the_others(
     assert scores.reasons == {"odd": "its value is nan; it must be finite"}
 
 
-def test_what_may_help_is_tried_again_and_nothing_else() -> None:
-    with build_rewards([ThreadedSettings(retries=2)]) as rewards:
+@pytest.mark.parametrize("settings", [ThreadedSettings, LengthSettings])
+def test_what_may_help_is_tried_again_and_nothing_else(settings: type[RewardSettings]) -> None:
+    """Wherever it is computed."""
+    with build_rewards([settings(retries=2)]) as rewards:
         scores = rewards(samples("flaky", "raises"))
     assert scores.each == {"odd": [5.0, None]}
     assert (TRIES.count("flaky"), TRIES.count("raises")) == (2, 1)

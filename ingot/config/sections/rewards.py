@@ -51,9 +51,10 @@ class RewardSettings(KindSettings):
     @model_validator(mode="after")
     def _elsewhere(self) -> RewardSettings:
         """Refuse bounds of a process or thread, and tries after its failure, for what is computed
-        without one.
+        without one. A package's reward may ask for another try wherever it is computed.
         """
-        for knob in ("timeout", "retries", "at_once") if self.where == "here" else ():
+        bounds = ("timeout", "at_once", *["retries"] * (self.kind in REWARDS.built_in))
+        for knob in bounds if self.where == "here" else ():
             if getattr(self, knob) != type(self).model_fields[knob].default:
                 raise ValueError(
                     f"{knob} {getattr(self, knob):g} is for rewards that a process or thread of"
