@@ -43,14 +43,45 @@ def is_measured(metric: str, tasks: Sequence[TaskSettings], objective: Objective
     if one is None or not rest:
         return False
     names = one.metrics_with(objective)
-    # Behind the metric there may be the source that it is of.
-    return not names or any(f"{rest}/".startswith(f"{name}/") for name in names)
+    return not names or rest in names or _is_of_source(rest, one, objective)
+
+
+def _is_of_source(rest: str, task: TaskSettings, objective: ObjectiveSettings) -> bool:
+    """Whether `METRIC/SOURCE` is what a task tells of one of its sources."""
+    return any(rest.startswith(f"{name}/") for name in task.source_metrics(objective))
 
 
 def metrics_of(tasks: Sequence[TaskSettings], objective: ObjectiveSettings) -> list[str]:
     """What `tasks` measure, for people; `NAME/...` where that is not known beforehand."""
     return [
         f"{one.name}/{name}" for one in tasks for name in one.metrics_with(objective) or ("...",)
+    ]
+
+
+def tracked_metrics(train: Train, checkpoint: Checkpoint) -> list[tuple[str, str]]:
+    """The knobs that name a metric to track in training, and the metrics."""
+    stop = train.early_stop
+    named = {
+        "train.early_stop.metric": stop and stop.metric,
+        "checkpoint.best": checkpoint.best,
+    }
+    return [(knob, metric) for knob, metric in named.items() if metric is not None]
+
+
+def tracked_of_sources(
+    train: Train,
+    checkpoint: Checkpoint,
+    objective: ObjectiveSettings,
+    tasks: Sequence[TaskSettings],
+) -> list[tuple[str, str]]:
+    """Those of `tracked_metrics` that are of one source of the held-out documents."""
+    return [
+        (knob, metric)
+        for knob, metric in tracked_metrics(train, checkpoint)
+        for task in tasks
+        if metric.startswith(f"{task.name}/")
+        and (rest := metric.removeprefix(f"{task.name}/")) not in task.metrics_with(objective)
+        and _is_of_source(rest, task, objective)
     ]
 
 
@@ -69,12 +100,7 @@ def check_tracked(
             " the clock, to another step each time; set checkpoint.every to steps or epoch"
         )
     watched = [one for one in tasks if one.name in train.evaluate_tasks]
-    for knob, metric in (
-        ("train.early_stop.metric", train.early_stop.metric if train.early_stop else None),
-        ("checkpoint.best", checkpoint.best),
-    ):
-        if metric is None:
-            continue
+    for knob, metric in tracked_metrics(train, checkpoint):
         if train.evaluate_every is None:
             raise ValueError(f"{knob} needs train.evaluate_every; set it to a number of steps")
         if seconds_of(train.evaluate_every) is not None:

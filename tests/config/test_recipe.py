@@ -279,10 +279,14 @@ def test_another_model_that_is_evaluated_may_write() -> None:
         ("pretrain", "loss/perplexity", True),
         ("pretrain", "loss/bits_per_byte/wiki.jsonl", True),
         ("mlm", "loss/bits_per_byte", False),
+        ("pretrain", "loss/perplexity/wiki.jsonl", False),
         ("mlm", "loss/perplexity", True),
+        ("mlm", "loss/perplexity/wiki.jsonl", False),
+        ("dpo", "loss/accuracy/liked.jsonl", True),
         ("dpo", "loss/accuracy", True),
         ("kto", "loss/margin", False),
         ("kto", "loss/accuracy", True),
+        ("kto", "loss/accuracy/liked.jsonl", False),
     ],
 )
 def test_what_is_watched_is_what_the_objectives_documents_give(

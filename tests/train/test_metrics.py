@@ -13,11 +13,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from ingot.base.environment import Ranks
 from ingot.base.errors import WrongInput
 from ingot.base.runlog import read_lines
 from ingot.checkpoints.store import committed
 from ingot.config.sections.training import SGD
 from ingot.data.batches.loader import Batch
+from ingot.data.ingest import ingest
+from ingot.data.prepare import prepare
 from ingot.evaluate.validation import _means
 from ingot.models.native.config import DecoderConfig
 from ingot.models.native.decoder import Decoder
@@ -27,15 +30,17 @@ from ingot.objectives.cross_entropy import CrossEntropy
 from ingot.objectives.forward import PipelinedBatches
 from ingot.objectives.protocol import AllSum
 from ingot.parallel.masters import Masters
-from ingot.parallel.mesh import running_mesh
+from ingot.parallel.mesh import Mesh, running_mesh
 from ingot.train import evaluation
 from ingot.train import step as loop
 from ingot.train.assembly import known_metrics
 from ingot.train.evaluation import Measured, measured_of
 from ingot.train.metrics import LateMetric
 from ingot.train.optim.optimizers import make_optimizer
+from ingot.train.setup import make_setup
 from ingot.train.step import StepContext, StepControl, run_steps
 from ingot.train.trainer import train
+from tests.evaluate.small_models import write_lines
 from tests.ranks import run_ranks
 from tests.small import small_recipe
 from tests.train.stopping import train_until
@@ -249,3 +254,40 @@ def test_the_time_of_an_evaluation_is_nobody_elses_metric() -> None:
         measured_of({"loss": 2.0, "seconds": 1.0}, {})
     with pytest.raises(WrongInput, match="has a metric seconds, which is ingot's own; "):
         measured_of({"loss": 2.0}, {"seconds": (1.0, "lower")})
+
+
+def test_a_metric_of_one_source_is_tracked_where_it_is_measured(tmp_path: Path) -> None:
+    """Else the training ends at its first evaluation."""
+    files = [
+        write_lines(tmp_path / name, [{"text": f"{name} melts copper {n}."} for n in range(20)])
+        for name in ("one.jsonl", "other.jsonl")
+    ]
+    best = "loss/bits_per_byte/other.jsonl"
+
+    def setup(held_out: Sequence[Path], rows: int, best: str = best) -> object:
+        recipe = small_recipe(
+            tmp_path,
+            name=f"of{len(held_out)}",
+            data__train=[{"source": str(files[0])}],
+            data__validation__fraction=None,
+            data__validation=[{"source": str(file)} for file in held_out],
+            train__evaluate_every=2,
+            train__evaluate_rows=rows,
+            train__evaluate_tasks=["loss"],
+            checkpoint__best=best,
+        )
+        if not recipe.folder.columns.exists():
+            ingest(recipe)
+            prepare(recipe)
+        return make_setup(recipe, Mesh(Ranks(), torch.device("cpu")))
+
+    assert setup(files, 99)
+    assert setup(files, 1, "loss/bits_per_byte"), "of all sources"
+    with pytest.raises(
+        WrongInput, match=rf"best {best} is measured on all \d+ .*evaluate_rows is 1;"
+    ):
+        setup(files, 1)
+    with pytest.raises(WrongInput, match=r"are of one\.jsonl, other\.jsonl; set it to a metric of"):
+        setup(files, 99, "loss/bits_per_byte/third.jsonl")
+    with pytest.raises(WrongInput, match=r"are of other\.jsonl alone; set it to a metric of them"):
+        setup(files[1:], 99)

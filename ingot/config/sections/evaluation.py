@@ -69,6 +69,10 @@ class TaskSettings(KindSettings):
         """What its metrics are called in a recipe with this objective, as `metric_names`."""
         return self.metric_names
 
+    def source_metrics(self, objective: ObjectiveSettings) -> tuple[str, ...]:
+        """Which of `metrics_with` are also told of each of several sources, as `METRIC/SOURCE`."""
+        return ()
+
     def why_not(self, objective: ObjectiveSettings, kind: str | None) -> str | None:
         """Why it cannot be measured on documents of this objective and a model of this kind (None:
         not known), in words.
@@ -98,6 +102,13 @@ LOSS_METRICS: dict[Documents, tuple[str, ...]] = {
     "masked": ("loss", "perplexity"),
 }
 """The metrics of `loss` on each kind of document, all that there may be."""
+LOSS_OF_SOURCES: dict[Documents, tuple[str, ...]] = {
+    **dict.fromkeys(("text", "chat", "pair", "rated"), ("bits_per_byte",)),
+    "preference": ("bits_per_byte", "accuracy"),
+    "labelled": ("loss",),
+    "masked": (),
+}
+"""Those of them that are told of each source, too."""
 
 
 class LossTask(TaskSettings):
@@ -127,6 +138,9 @@ class LossTask(TaskSettings):
 
     def metrics_with(self, objective: ObjectiveSettings) -> tuple[str, ...]:
         return self.metric_names or LOSS_METRICS[objective.training_documents]
+
+    def source_metrics(self, objective: ObjectiveSettings) -> tuple[str, ...]:
+        return self.metric_names or LOSS_OF_SOURCES[objective.training_documents]
 
 
 class HellaSwagTask(TaskSettings):
