@@ -15,7 +15,7 @@ from ingot.config.models.source import (
     ModelKind,
     check_lengths,
     check_trained_type,
-    learned_positions,
+    position_keys,
     source_config,
     source_folder,
     starts_random,
@@ -99,8 +99,8 @@ def resolve_model_spec(
                 side_by_side=recipe.pack == "best_fit",
             )
     written = config.target_positions if isinstance(config, HFConfig) else None
-    learned = learned_positions(values, random=random)
-    check_lengths(recipe, config.max_position_embeddings, written, learned=learned)
+    keys = position_keys(values, random=random)
+    check_lengths(recipe, config.max_position_embeddings, written, keys=keys)
     if ids > config.vocab_size:
         raise WrongInput(
             f"the tokenizer has {ids} ids, the model {source} only {config.vocab_size}; "

@@ -358,12 +358,14 @@ def test_positions_that_were_learned_cannot_become_more(place: Path) -> None:
     assert line.endswith("64 positions; lower data.seq_len"), "and no more than that"
     more = "model.config.max_position_embeddings=128"
     (line,) = told(learned, "data.seq_len=65", more)
-    assert "max_position_embeddings 128: the weights of bert have learned 64 positions" in line
+    assert (
+        "max_position_embeddings 128: the weights of bert have 64 positions and no others" in line
+    )
     assert told(learned, "data.seq_len=65", more, "model.init=random") == []
     (line,) = told(learned, "data.seq_len=65", "model.init=random")
     assert line.endswith("or set model.config.max_position_embeddings")
     (line,) = told(write_model(place, "gpt2", **gpt2), "model.config.n_positions=128")
-    assert "model.config.n_positions 128: the weights of gpt2 have learned 64" in line
+    assert "model.config.n_positions 128: the weights of gpt2 have 64" in line
     for name, values in (
         ("rotary", llama),
         ("relative", deberta | {"position_biased_input": False}),
@@ -372,6 +374,40 @@ def test_positions_that_were_learned_cannot_become_more(place: Path) -> None:
         (line,) = told(source, "data.seq_len=65")
         assert line.endswith("or set model.config.max_position_embeddings"), name
         assert told(source, "data.seq_len=65", more) == [], name
+    distances = deberta | {"position_biased_input": False, "relative_attention": True}
+    buckets = write_model(place, "buckets", **distances, position_buckets=8)
+    assert told(buckets, "data.seq_len=65", more) == []
+    for name, values in (
+        ("distances", distances | {"position_buckets": -1}),
+        ("stored", {"model_type": "roformer", "max_position_embeddings": 64}),
+    ):
+        (line,) = told(write_model(place, name, **values), more)
+        assert f"the weights of {name} have 64 positions and no others" in line
+
+
+def test_positions_are_called_as_the_model_calls_them(place: Path) -> None:
+    """And are known before all data are prepared, whatever they are called."""
+    read, written = "max_encoder_position_embeddings", "max_decoder_position_embeddings"
+
+    def told(*overrides: str) -> list[str]:
+        lines = found(*overrides, "model.init=random", verbs=("train",)).wrong
+        return [line for line in lines if "positions" in line]
+
+    labelled = "objective={kind: classify, labels: [a, b]}"
+    gpt2 = write_model(place, "gpt2", model_type="gpt2", n_positions=64)
+    (line,) = told(gpt2, labelled, "data.seq_len=65")
+    assert line.endswith("64 positions; lower data.seq_len or set model.config.n_positions")
+    pairs = (
+        write_model(place, "led", model_type="led", **{read: 64, written: 32}),
+        "objective.kind=seq2seq",
+    )
+    (line,) = told(*pairs, "data.seq_len=65", "data.target_len=32")
+    assert line.endswith("64 positions; lower data.seq_len or set model.config." + read)
+    (line,) = told(*pairs, "data.seq_len=64", "data.target_len=33")
+    assert line.endswith("32 positions; lower data.target_len or set model.config." + written)
+    assert told(*pairs, "data.seq_len=64", "data.target_len=32") == []
+    t5 = write_model(place, "t5", model_type="t5", n_positions=8, is_encoder_decoder=True)
+    assert told(t5, *pairs[1:], "data.seq_len=64", "data.target_len=32") == [], "relative ones"
 
 
 def test_a_teacher_and_a_reference_must_fit(place: Path, prepared_root: Path) -> None:

@@ -1165,4 +1165,12 @@ FAULTS = [
         "a classifier learns from an EOS behind each text that other tools do not put there",
         "tests/data/test_prepare_examples.py",
     ),
+    Fault(
+        "more-positions-than-are-stored",
+        "ingot/config/models/source.py",
+        "if random or model_type in STORED_POSITIONS:",
+        "if random:",
+        "positions that stored vectors do not have are refused once all data are prepared",
+        "tests/cli/test_check.py",
+    ),
 ]

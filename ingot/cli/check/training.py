@@ -25,15 +25,15 @@ from ingot.config.models.source import (
     check_positions,
     check_trained_type,
     config_folder,
-    learned_positions,
     model_config,
     named_config,
     named_folder,
+    position_keys,
     source_config,
     starts_random,
     trained_kind,
 )
-from ingot.config.models.types import BEHIND_PADDING
+from ingot.config.models.types import BEHIND_PADDING, POSITION_KEYS, RELATIVE
 from ingot.config.recipe import Recipe
 from ingot.config.sections.objective import CHAT_TEMPLATED, TWO_ROWS
 from ingot.config.sections.training import ModelSettings
@@ -75,12 +75,14 @@ def check_model(recipe: Recipe, found: Findings) -> dict[str, Any] | None:
     if kind != "decoder":
         found.ask(check_trained_type, recipe, values, where, at="model.source")
         if (most := _encoder_positions(values)) is not None:
-            learned = learned_positions(values, random=values[RANDOM])
-            found.ask(partial(check_lengths, learned=learned), recipe, most)
+            written = values.get("max_decoder_position_embeddings")
+            keys = position_keys(values, random=values[RANDOM])
+            found.ask(partial(check_lengths, keys=keys), recipe, most, written)
         return values
     positions = found.ask(_positions, values, where)
     if positions is not None:
-        found.ask(check_lengths, recipe, positions)
+        keys = position_keys(values, random=values[RANDOM])
+        found.ask(partial(check_lengths, keys=keys), recipe, positions)
     return None if positions is None else values
 
 
@@ -111,7 +113,10 @@ def _encoder_positions(values: Mapping[str, Any]) -> int | None:
     """The maximum length of an encoder in tokens if its configuration has one; T5 and related types
     have none.
     """
-    most, pad = values.get("max_position_embeddings"), values.get("pad_token_id")
+    if values.get("model_type") in RELATIVE:
+        return None
+    pad = values.get("pad_token_id")
+    most = next((values[key] for key in POSITION_KEYS if values.get(key)), None)
     if not isinstance(most, int) or most <= 0:
         return None
     behind_padding = values.get("model_type") in BEHIND_PADDING

@@ -7,7 +7,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,6 +23,7 @@ from ingot.config.models.types import (
     PROVED,
     READS_LAST,
     SIDE_BY_SIDE,
+    STORED_POSITIONS,
     UNFIT,
     HFKind,
     check_own_code,
@@ -286,10 +287,26 @@ def starts_random(model: ModelSettings, folder: Path | None) -> bool:
 
 
 def learned_positions(values: Mapping[str, Any], *, random: bool) -> bool:
-    """Whether a model has as many positions as its weights have learned, and cannot have more."""
-    # DeBERTa V3 has but relative ones.
-    has_vectors = values.get("position_biased_input") is not False
-    return not random and has_vectors and values.get("model_type") in LEARNED_POSITIONS
+    """Whether a model has as many positions as its weights have learned, or hold, and cannot have
+    more.
+    """
+    model_type = values.get("model_type")
+    if random or model_type in STORED_POSITIONS:
+        return not random
+    # DeBERTa V3 has but relative ones, in buckets; without those there is one for each distance.
+    distances = values.get("relative_attention") and all(
+        (values.get(key) or -1) < 1 for key in ("max_relative_positions", "position_buckets")
+    )
+    has_vectors = values.get("position_biased_input") is not False or distances
+    return bool(has_vectors) and model_type in LEARNED_POSITIONS
+
+
+def position_keys(values: Mapping[str, Any], *, random: bool) -> list[str]:
+    """What in `model.config` gives a model more positions: of sources first, of targets last; none
+    where `learned_positions`.
+    """
+    learned = learned_positions(values, random=random)
+    return [] if learned else [key for key in POSITION_KEYS if values.get(key)]
 
 
 def check_positions(model: ModelSettings, folder: Path | None, *, random: bool) -> None:
@@ -300,27 +317,28 @@ def check_positions(model: ModelSettings, folder: Path | None, *, random: bool) 
         have, wanted = config.get(key), model.config.get(key, config.get(key))
         if wanted != have:
             raise WrongInput(
-                f"model.config.{key} {wanted}: the weights of {model.source} have learned {have}"
-                " positions, and have no others; remove it, or set model.init to random"
+                f"model.config.{key} {wanted}: the weights of {model.source} have {have}"
+                " positions and no others; remove it, or set model.init to random"
             )
 
 
 def check_lengths(
-    recipe: Recipe, positions: int, written: int | None = None, *, learned: bool = False
+    recipe: Recipe, positions: int, written: int | None = None, *, keys: Sequence[str]
 ) -> None:
     """Raises WrongInput if rows are longer than the model's `positions`; `written`: positions of
-    targets, if different; `learned`: as `learned_positions` says.
+    targets, if different; `keys`: as `position_keys` says.
     """
-    longest = {"data.seq_len": (recipe.data.seq_len, positions)}
+    longest = {"data.seq_len": (recipe.data.seq_len, positions, keys[:1])}
     if recipe.documents == "pair":
-        longest["data.target_len"] = recipe.target_len, written or positions
+        longest["data.target_len"] = recipe.target_len, written or positions, keys[-1:]
     elif recipe.objective.spans is not None:
-        longest["data.seq_len"] = max(recipe.data.seq_len, recipe.target_len), positions
-    for knob, (length, most) in longest.items():
+        most = max(recipe.data.seq_len, recipe.target_len)
+        longest["data.seq_len"] = most, positions, keys[:1]
+    for knob, (length, most, more) in longest.items():
         if length > most:
             raise WrongInput(
                 f"{knob} {length} exceeds the model's {most} positions; lower {knob}"
-                f"{'' if learned else ' or set model.config.max_position_embeddings'}"
+                f"{f' or set model.config.{more[0]}' if more else ''}"
             )
 
 

@@ -123,6 +123,8 @@ LEARNED_POSITIONS = _names(
     "gpt-sw3 gpt_bigcode gpt_neo opt biogpt openai-gpt"
 )
 """Types with a vector for each position, which is learned: their weights have no others."""
+STORED_POSITIONS = ("pegasus", "roformer")
+"""Types with a vector for each position, which is computed, but stored among their weights."""
 POSITION_KEYS = _names(
     "max_position_embeddings n_positions max_encoder_position_embeddings "
     "max_decoder_position_embeddings"
