@@ -62,7 +62,7 @@ def tracked_metrics(train: Train, checkpoint: Checkpoint) -> list[tuple[str, str
     """The knobs that name a metric to track in training, and the metrics."""
     stop = train.early_stop
     named = {
-        "train.early_stop.metric": stop and stop.metric,
+        "train.early_stop.metric": None if stop is None else stop.metric,
         "checkpoint.best": checkpoint.best,
     }
     return [(knob, metric) for knob, metric in named.items() if metric is not None]
