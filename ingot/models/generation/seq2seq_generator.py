@@ -18,7 +18,7 @@ from torch import Tensor
 from ingot.base.errors import Failed
 from ingot.config.models.types import PROVED
 from ingot.models.generation.loop import DecodingLoop, GenerationJob
-from ingot.models.generation.request import REPLACEMENT, CompletionChunk, Decode, Request
+from ingot.models.generation.request import CompletionChunk, Decode, Request, TextStream
 from ingot.models.generation.seq2seq import (
     Seq2SeqAnswer,
     Seq2SeqRequest,
@@ -212,10 +212,10 @@ class Seq2SeqGenerator(DecodingLoop):
         ]
 
     def _piece(self, asked: Seq2SeqRequest, answer: Seq2SeqAnswer) -> CompletionChunk:
-        # An incomplete character at the end is left out, as where texts are streamed.
-        decode = self._decode_for(asked.prompt)
-        text = decode(answer.ids).rstrip(REPLACEMENT) if answer.finish != "error" else ""
-        places = [place for stop in asked.stop if (place := text.find(stop)) >= 0]
-        if places:
-            return CompletionChunk(text[: min(places)], (), answer.generated, "stop")
-        return CompletionChunk(text, (), answer.generated, answer.finish)
+        stream = TextStream(self._decode_for(asked.prompt), (), asked.stop, special=asked.special)
+        text = ""
+        for token in answer.ids if answer.finish != "error" else ():
+            text += stream.push(token)
+            if stream.stopped:
+                return CompletionChunk(text, (), answer.generated, "stop")
+        return CompletionChunk(text + stream.finish(), (), answer.generated, answer.finish)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -227,6 +228,21 @@ def test_searches_and_unknown_types_run_between_two_tokens_of_the_others(
     assert [answer.text for answer in arriving(summarizer, requests)] == alone
     monkeypatch.setattr("ingot.models.generation.seq2seq_generator.PROVED", {"seq2seq": ()})
     assert [answer.text for answer in arriving(summarizer, requests)] == alone
+
+
+@pytest.mark.parametrize("beams", [1, 2])
+def test_a_special_token_that_is_a_stop_ends_a_search_too(beams: int) -> None:
+    """Its text is in no answer."""
+    model, asked = model_of("bart"), Seq2SeqRequest(SOURCES[5], 6, beams=beams)
+    ids = answer_batch(model, [asked], [END])[0].ids
+    place = next(place for place, token in enumerate(ids) if token not in ids[:place] and place)
+
+    def decode(tokens: Sequence[int]) -> str:
+        return spell([token for token in tokens if token != ids[place]])
+
+    named = replace(asked, stop=("<end>",), special={"<end>": ids[place]})
+    (found,) = Seq2SeqGenerator(model, decode=decode, eos=[END]).run([named])
+    assert (found.text, found.finish) == (spell(ids[:place]), "stop")
 
 
 def test_sources_are_read_a_share_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
