@@ -51,6 +51,8 @@ def set_logs_aside(run: RunFolder, identity: Mapping[str, Any]) -> None:
     `earlier/`; those of one that died before its first checkpoint are in nobody's way. The model
     stays until there is another one, and a line says that nothing brings it back then.
     """
+    if _began_and_did_not_end(run):  # which may have gone back to its first step
+        return
     made = read_lineage(run.model)
     logged = max((line.get("step", 0) for line in read_lines(run.metrics)), default=0)
     if made is None or logged < (made.get("step") or 0):
@@ -114,6 +116,12 @@ def _trained(checkpoints: Path) -> str | None:
     if spans := newest.commit.get("left_out"):
         known = known | {"data.skip": [one for one in known["data.skip"] if one not in spans]}
     return fingerprint(dict(known))
+
+
+def _began_and_did_not_end(run: RunFolder) -> bool:
+    """Whether the logs are those of a training that is under way, or was when it died."""
+    kinds = [event.get("kind") for event in read_lines(run.events)]
+    return [kind for kind in kinds if kind in ("start", "finish")][-1:] == ["start"]
 
 
 def _gather(run: RunFolder, place: Path) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,7 +21,8 @@ from ingot.base.runlog import read_lines
 from ingot.checkpoints.store import committed
 from ingot.config.recipe import Recipe
 from ingot.evaluate.subject import NotJudged
-from ingot.train import step
+from ingot.train import step, trainer
+from ingot.train.earlier import earlier
 from ingot.train.goodput import EventSink
 from ingot.train.hooks import SkipHook, TooManySkipped
 from ingot.train.optim.averaging import averaged_steps
@@ -224,6 +226,34 @@ def test_going_back_leaves_the_data_of_the_bad_steps_out(
     train(longer)
     assert len(events(recipe, "roll_back")) == 1
     assert committed(recipe.folder.checkpoints)[0].commit["left_out"] == [[20, 28]]
+
+
+@pytest.mark.drawn("skipped steps", keep=3)
+def test_going_back_to_the_first_step_leaves_them_out_where_a_model_lies_already(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whose checkpoints were removed. What is left out would be set aside with its logs each time,
+    and training would go back for ever.
+    """
+    made = small_recipe(root, **KNOBS | {"train__steps": 2})
+    train(made)
+    logged = made.folder.metrics.read_text()
+    shutil.rmtree(made.folder.checkpoints)
+    poison(monkeypatch, range(20, 28))
+    monkeypatch.setattr(
+        trainer,
+        "roll_back",
+        mock.Mock(
+            wraps=trainer.roll_back,
+            side_effect=[mock.DEFAULT, AssertionError("it went back again")],
+        ),
+    )
+    recipe = small_recipe(root, **KNOBS | {"checkpoint__every": 100}, train__skip__then="roll_back")
+    train(recipe)
+    (event,) = events(recipe, "roll_back")
+    assert (event["step"], event["samples"]) == (0, [20, 28])
+    (aside,) = earlier(recipe.folder).iterdir()
+    assert (aside / "metrics.jsonl").read_text() == logged
 
 
 def test_going_back_shortens_epochs_as_leaving_out_does(
