@@ -8,7 +8,7 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -25,14 +25,14 @@ class VerbOutcome:
 
     `result` is one short phrase for the table, `where` the path to look at, `outputs` a fingerprint
     of what was made (equal outputs leave later steps unchanged), `files` the paths (relative to the
-    run folder) that must keep their sizes for the step to count as done, `parts` fingerprints of
-    what a later step may read of it alone.
+    run folder) that must keep their sizes for the step to count as done, or only be there where the
+    size is None, `parts` fingerprints of what a later step may read of it alone.
     """
 
     result: str
     where: str
     outputs: str
-    files: dict[str, int] = field(default_factory=dict)
+    files: Mapping[str, int | None] = field(default_factory=dict)
     exit_code: int = 0
     parts: dict[str, str] = field(default_factory=dict)
 
@@ -60,8 +60,8 @@ class PipelineStepRecord:
     """The record of a finished step: fingerprints of its `inputs` and `outputs`, and its result.
 
     `knobs` keeps the values behind the fingerprint, so that a change can be named. `files` are
-    paths relative to the run folder with their sizes; a missing or resized one invalidates the
-    record.
+    paths relative to the run folder with their sizes, None where any will do; a missing or resized
+    one invalidates the record.
     """
 
     step: str
@@ -71,7 +71,7 @@ class PipelineStepRecord:
     result: str
     where: str
     knobs: dict[str, Any] = field(default_factory=dict)
-    files: dict[str, int] = field(default_factory=dict)
+    files: Mapping[str, int | None] = field(default_factory=dict)
     exit_code: int = 0
     parts: dict[str, str] = field(default_factory=dict)
 
@@ -191,10 +191,10 @@ def _made(run: RunFolder) -> Stamps:
 
 
 def is_intact(root: Path, record: PipelineStepRecord) -> bool:
-    """Whether every file of the record still has its size."""
+    """Whether every file of the record is still there, with its size where that is recorded."""
     for path, size in record.files.items():
         try:
-            if (root / path).stat().st_size != size:
+            if size not in (None, (root / path).stat().st_size):
                 return False
         except OSError:
             return False

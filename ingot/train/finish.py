@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ingot.base.environment import Ranks
 from ingot.base.errors import WrongInput
 from ingot.base.progress import say
+from ingot.base.reports import file_sizes
 from ingot.base.storage import disk_errors, write_atomic
 from ingot.checkpoints.export import export_model, source_generation
 from ingot.checkpoints.reader import WholeWeights, load_checkpoint
@@ -208,6 +209,12 @@ def _is_whole(train_state: TrainState) -> bool:
     return not (is_sharded(model) or train_state.masters.mesh.pipeline.world > 1 or rounded)
 
 
-def exported_files(folder: Path) -> list[Path]:
-    """The files of an export that was just written, whose sizes show whether it has changed."""
-    return sorted(file for file in folder.iterdir() if file.is_file())
+def exported_files(root: Path, folder: Path) -> dict[str, int | None]:
+    """The `files` of a `VerbOutcome` for an export in the run folder `root`, just written. Weights
+    and lineage must keep their sizes. The rest must only be there: who edits a generation_config
+    means it, and an export would undo it.
+    """
+    files = sorted(file for file in folder.iterdir() if file.is_file())
+    fixed = [file for file in files if file.suffix == ".safetensors" or file.name == LINEAGE]
+    there: dict[str, int | None] = dict.fromkeys(str(file.relative_to(root)) for file in files)
+    return there | file_sizes(root, fixed)

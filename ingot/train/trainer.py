@@ -14,7 +14,7 @@ from ingot.base.errors import Stopped
 from ingot.base.heartbeat import HeartbeatWriter
 from ingot.base.markers import fingerprint
 from ingot.base.progress import duration
-from ingot.base.reports import VerbOutcome, file_sizes
+from ingot.base.reports import VerbOutcome
 from ingot.base.runlog import read_lines
 from ingot.checkpoints.store import CommittedCheckpoint
 from ingot.config.automatic import Planner
@@ -289,7 +289,7 @@ def _outcome(recipe: Recipe, first: int, step: int, chosen: int, seconds: float)
         loss += f" at step {at:,}" if at != step else ""
     best = f", the best at step {chosen:,} exported" if chosen != step else ""
     folders = [run.model, *([run.adapter] if recipe.model.lora is not None else [])]
-    files = file_sizes(run.root, [file for folder in folders for file in exported_files(folder)])
+    files = {path: size for one in folders for path, size in exported_files(run.root, one).items()}
     took = (
         f" in {duration(seconds)}"
         if first == 0

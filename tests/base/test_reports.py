@@ -66,8 +66,11 @@ def test_a_record_is_void_when_a_file_is_gone_or_resized(tmp_path: Path) -> None
     assert is_intact(tmp_path, record)
     (tmp_path / "data" / "a").write_bytes(b"123456")
     assert not is_intact(tmp_path, record)
+    of_any_size = replace(record, files={"data/a": None})
+    assert is_intact(tmp_path, of_any_size)
     (tmp_path / "data" / "a").unlink()
     assert not is_intact(tmp_path, record)
+    assert not is_intact(tmp_path, of_any_size)
 
 
 @pytest.mark.parametrize(

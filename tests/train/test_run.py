@@ -100,9 +100,11 @@ def test_it_learns_and_writes_what_it_promises(root: Path) -> None:
         "tokenizer.json",
         "ingot.json",
     } <= {p.name for p in recipe.folder.model.iterdir()}
-    assert {"model/config.json", "model/tokenizer.json"} <= outcome.files.keys()
-    for path, size in outcome.files.items():
-        assert (recipe.folder.root / path).stat().st_size == size
+    sizes = {Path(path).name: size for path, size in outcome.files.items()}
+    assert sizes.keys() == {p.name for p in recipe.folder.model.iterdir()}
+    kept = ["ingot.json", "model.safetensors"]
+    assert [name for name, size in sizes.items() if size is not None] == kept, "others are edited"
+    assert all((recipe.folder.model / name).stat().st_size == sizes[name] for name in kept)
 
 
 def test_the_exported_model_opens_in_transformers_with_the_trained_logits(root: Path) -> None:
