@@ -185,9 +185,18 @@ def _goes_on(
     """
     if not all(_may_differ(key, before, now, allow) for key in differ):
         return False
-    ends_alike = found.step == last or not any(key.startswith(ENDS) for key in differ)
+    asked_alike = not any(key.startswith(ENDS) for key in differ)
+    ends_alike = asked_alike or found.step == last or _stops_there(found, now)
     is_over = found.commit["finished"] and ends_alike
     return not is_over or all(_needs_no_step(key, before, now) for key in differ)
+
+
+def _stops_there(found: CommittedCheckpoint, now: Mapping[str, Any]) -> bool:
+    """Whether early stopping, as the recipe has it, takes no step after this checkpoint."""
+    stop, watched = now.get("train.early_stop"), (found.commit["watched"] or {}).get("early_stop")
+    if not stop or not watched or watched["metric"] != stop["metric"]:
+        return False
+    return bool(watched["worse_in_row"] >= stop["patience"])
 
 
 def _needs_no_step(key: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:

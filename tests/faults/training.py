@@ -1584,4 +1584,12 @@ FAULTS = [
         "a generation_config.json that was edited is undone by an export, or by a whole training anew",
         "tests/train/test_run.py",
     ),
+    Fault(
+        "stopped-and-lengthened",
+        "ingot/train/resume.py",
+        " or _stops_there(found, now)",
+        "",
+        "resume.allow exports a model that early stopping ended as that of a rate it never had",
+        "tests/train/test_resume.py",
+    ),
 ]

@@ -93,13 +93,15 @@ def test_a_damaged_checkpoint_is_set_aside_by_the_training_that_goes_on(
     assert sorted(os.listdir(run.checkpoints)) == ["step-00000020", "step-00000040"]
 
 
-def saved(run: RunFolder, step: int, known: dict[str, Any], *, finished: bool) -> Path:
+def saved(
+    run: RunFolder, step: int, known: dict[str, Any], *, finished: bool, watched: Any = None
+) -> Path:
     """A checkpoint of a training with the identity `known`."""
     folder = step_folder(run.checkpoints, step)
     folder.mkdir(parents=True)
     (folder / "weights").write_bytes(bytes(9))
     about = dict.fromkeys(resume.FIELDS) | {"identity": known, "finished": finished}
-    about["step"] = step
+    about |= {"step": step, "watched": watched}
     write_marker(folder, COMMIT, about, [entry_of(folder, "weights")])
     return folder
 
@@ -411,7 +413,9 @@ def test_what_is_meant_may_change(root: Path, monkeypatch: pytest.MonkeyPatch) -
 
 ADAM = {"train.optimizer": {"kind": "adamw", "lr": 0.01}}
 FASTER = {"train.optimizer": {"kind": "adamw", "lr": 0.02}}
-STOPS = {"train.early_stop": {"patience": 2}, "train.evaluate_every": 5}
+STOPS = {"train.early_stop": {"metric": "loss", "patience": 2}, "train.evaluate_every": 5}
+PATIENT = {"train.early_stop": {"metric": "loss", "patience": 3}}
+BY_ANOTHER = {"train.early_stop": {"metric": "accuracy", "patience": 2}}
 MEANT = ("train.optimizer", "train.steps", "train.early_stop", "train.average")
 
 
@@ -424,6 +428,9 @@ MEANT = ("train.optimizer", "train.steps", "train.early_stop", "train.average")
         (ADAM | STOPS, FASTER, 12, True),
         (ADAM | STOPS, FASTER, 10, False),
         (ADAM | STOPS, ADAM, 10, True),
+        (ADAM | STOPS | {"train.steps": 12}, FASTER | STOPS | {"train.steps": 14}, 14, False),
+        (ADAM | STOPS, FASTER | STOPS | PATIENT, 12, True),
+        (ADAM | STOPS, FASTER | STOPS | BY_ANOTHER, 12, True),
         (ADAM, ADAM | STOPS, 10, True),
         (ADAM | {"train.average.decay": 0.9}, ADAM, 10, True),
         (ADAM, ADAM | {"train.average.decay": 0.9}, 10, False),
@@ -436,7 +443,9 @@ def test_what_would_have_needed_a_further_step_is_another_training_once_it_is_ov
     model of a recipe that nobody trained.
     """
     run = RunFolder(tmp_path)
-    saved(run, 10, identity([], **before), finished=True)
+    seen = {"early_stop": {"metric": "loss", "worse_in_row": 2}}
+    watched = seen if "train.early_stop" in before else None
+    saved(run, 10, identity([], **before), finished=True, watched=watched)
     known = identity([], **now)
     told = resume.resumable(run, known, MEANT, last=last)
     found = resume.find_start(run, known, fresh=False, allow=MEANT, last=last)
