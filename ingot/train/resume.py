@@ -82,7 +82,8 @@ def find_start(
         if found is not None:
             check_fields(found)
             before, now, differ = _compared(found, identity, come_to)
-            if _goes_on(found, before, now, differ, allow, last):
+            own = place is not None and differ  # what lies there needs no permission
+            if not own and _goes_on(found, before, now, differ, allow, last):
                 check_fields(found, reads)
                 if differ:
                     _check_optimizer(run, before, now)
@@ -118,13 +119,14 @@ def resumable(
     """The newest checkpoint of the training that `find_start` will go on with; None if it will
     start anew. Nothing is verified or moved.
     """
+    place = place_of(run, identity)
     for found in committed(run.checkpoints)[:1]:
         if any(field not in found.commit for field in FIELDS):
             return None
         before, now, differ = _compared(found, identity, come_to)
-        if _goes_on(found, before, now, differ, allow, last):
+        own = place is not None and differ
+        if not own and _goes_on(found, before, now, differ, allow, last):
             return found
-    place = place_of(run, identity)
     return None if place is None else committed(place / "checkpoints")[0]
 
 

@@ -1592,4 +1592,12 @@ FAULTS = [
         "resume.allow exports a model that early stopping ended as that of a rate it never had",
         "tests/train/test_resume.py",
     ),
+    Fault(
+        "allowed-before-its-own",
+        "ingot/train/resume.py",
+        "            own = place is not None and differ  # what",
+        "            own = False  # what",
+        "with resume.allow a finished training is paid for again, since another one lies unfinished",
+        "tests/train/test_earlier.py",
+    ),
 ]

@@ -78,18 +78,23 @@ def test_the_last_of_several_is_brought_back(tmp_path: Path) -> None:
     assert [what_lies_in(folder)[0] for folder in sorted(earlier(run).iterdir())] == [6, 7, 8]
 
 
+@pytest.mark.parametrize("allow", [(), ("of",)])
 @pytest.mark.parametrize("finished", [True, False])
 def test_one_that_lies_there_is_brought_back_in_the_place_of_an_unfinished_one(
-    finished: bool, tmp_path: Path
+    finished: bool, allow: tuple[str, ...], tmp_path: Path
 ) -> None:
-    """To be told of `--fresh` instead would be to pay for it twice. Nor is the other one lost."""
+    """To be told of `--fresh` instead would be to pay for it twice, as it would to go on with the
+    other one, whatever may change. Nor is that lost.
+    """
     run = RunFolder(tmp_path)
     saved(RunFolder(earlier(run) / "of one"), 6, ONE, finished=finished)
     saved(run, 4, OTHER, finished=False)
     for asked, step in ((ONE, 6), (OTHER, 4)):
-        found = find_start(run, asked, fresh=False)
+        told = resumable(run, asked, allow)
+        found = find_start(run, asked, fresh=False, allow=allow)
         assert found is not None
-        assert found.step == step
+        assert told is not None
+        assert found.step == told.step == step
 
 
 @pytest.mark.parametrize("finished", [True, False])
