@@ -22,7 +22,7 @@ from ingot.checkpoints.export import export_model, source_generation
 from ingot.checkpoints.reader import WholeWeights, load_checkpoint
 from ingot.checkpoints.store import checkpoint_in, step_folder
 from ingot.config.models.content import CHANGED, CONTENT, FILES, LABELS, file_digests
-from ingot.config.models.lineage import LINEAGE, MERGED
+from ingot.config.models.lineage import LINEAGE, MERGED, read_lineage
 from ingot.config.models.source import model_config
 from ingot.models.adapters.lora import add_lora, lora_layers
 from ingot.models.adapters.peft import save_adapter
@@ -94,7 +94,7 @@ def export_run(setup: TrainSetup, train_state: TrainState, step: int) -> None:
     )
     if recipe.model.lora is not None:
         _export_adapter(setup, model, about, made)
-    elif run.adapter.exists():  # only now: until there was another model it was that of this one
+    elif read_lineage(run.adapter) is not None:  # ours; until now it was that of the model here
         with disk_errors(run.adapter):
             shutil.rmtree(run.adapter)
         say(f"train: {run.adapter} was that of an earlier training's model and is removed")

@@ -1539,7 +1539,7 @@ FAULTS = [
     Fault(
         "adapter-outlives-its-model",
         "ingot/train/finish.py",
-        "    elif run.adapter.exists():",
+        "    elif read_lineage(run.adapter) is not None:",
         "    elif not run.model.exists():",
         "the adapter of an earlier training is exported and pushed as that of a model trained without one",
         "tests/train/test_chain.py",
@@ -1599,5 +1599,13 @@ FAULTS = [
         "            own = False  # what",
         "with resume.allow a finished training is paid for again, since another one lies unfinished",
         "tests/train/test_earlier.py",
+    ),
+    Fault(
+        "deletes-a-persons-folder",
+        "ingot/train/finish.py",
+        "    elif read_lineage(run.adapter) is not None:",
+        "    elif run.adapter.exists():",
+        "a training without LoRA deletes whatever a person has put into adapter/",
+        "tests/train/test_chain.py",
     ),
 ]

@@ -179,6 +179,12 @@ def test_the_adapter_of_an_earlier_training_is_no_longer_the_runs(root: Path) ->
     kept = shutil.copytree(run.adapter, root / "kept")
     train(small_recipe(root, **knobs))
     assert not run.adapter.exists()
+    run.adapter.mkdir()
+    notes = run.adapter / "notes.txt"
+    notes.write_text("of a person", encoding="utf-8")
+    train(small_recipe(root, **knobs | {"train__steps": 2}))
+    assert notes.exists(), "nothing that training did not write is deleted"
+    shutil.rmtree(run.adapter)
     shutil.copytree(kept, run.adapter)  # as an earlier version left it
     with pytest.raises(WrongInput, match="is no adapter, and has none beside it"):
         _adapter(run.model)
