@@ -14,7 +14,6 @@ from ingot.base.hub import ASK_S
 from ingot.base.markers import fingerprint
 from ingot.base.progress import say
 from ingot.base.storage import find_files, stamp
-from ingot.base.userfolders import cache_folder
 from ingot.config.sections.data import SourceSettings
 from ingot.data.documents.kinds import DocumentExtractor
 from ingot.data.documents.records import BadRecord, ParsedDocument
@@ -72,6 +71,7 @@ def open_split(where: dict[str, Any], knob: str) -> Any:
     """The streamed split. The library's own errors name the existing subsets and splits."""
     try:
         import datasets
+        from datasets.packaged_modules.cache.cache import Cache
     except ImportError as error:
         raise WrongInput(
             "an hf: source needs a package that is not installed; pip install 'ingot[datasets]'"
@@ -79,16 +79,18 @@ def open_split(where: dict[str, Any], knob: str) -> Any:
     folder = Path(where["name"]).is_dir()
     datasets.utils.logging.disable_progress_bar()
     try:
-        return datasets.load_dataset(
+        builder = datasets.load_dataset_builder(
             where["name"],
             where["subset"] or None,
-            split=where["split"],
-            streaming=True,
             revision=None if folder else where["revision"],
-            # Where the hub cannot be reached, the library takes whatever version somebody prepared
-            # in its cache. In a folder of ours there is none.
-            cache_dir=str(cache_folder() / "datasets"),
         )
+        # Where the hub cannot be reached, the library takes whatever version somebody prepared, all
+        # of it as one.
+        if not folder and builder.hash != where["revision"]:
+            raise ConnectionError(f"its cache holds {builder.hash}, not {where['revision']}")
+        if isinstance(builder, Cache) and where.get("shares") != 1:
+            raise ConnectionError("its cache does not hold it in the shards of the hub")
+        return builder.as_streaming_dataset(split=where["split"])
     except (FileNotFoundError, ValueError, RuntimeError) as error:
         if _is_out_of_reach(error):
             raise _unreachable(where["path"], knob, error) from error

@@ -85,7 +85,9 @@ def hub() -> Iterator[Server]:
     server.server_close()
 
 
-def do(root: Path, hub: Server, *tasks: tuple[str, dict[str, Any]]) -> tuple[list[Any], str]:
+def do(
+    root: Path, hub: Server, *tasks: tuple[str, dict[str, Any]], **more: str
+) -> tuple[list[Any], str]:
     (root / "script.py").write_text(SCRIPT)
     environment = {
         **os.environ,
@@ -94,6 +96,7 @@ def do(root: Path, hub: Server, *tasks: tuple[str, dict[str, Any]]) -> tuple[lis
         "HF_HOME": str(root / "hf"),
         "XDG_CACHE_HOME": str(root / "cache"),
         "PYTHONPATH": str(Path.cwd()),
+        **more,
     }
     command = [sys.executable, str(root / "script.py"), str(root / "runs"), json.dumps(tasks)]
     done = subprocess.run(
@@ -163,11 +166,26 @@ def test_a_busy_hub_is_no_older_version_and_no_mistake_in_the_recipe(
     """The library takes what somebody loaded before, of whatever version, for what it cannot get;
     and calls what it cannot get not there.
     """
-    assert do(tmp_path, hub, ("elsewhere", {"source": "hf:org/set:en"}))[0] == [["one"]]
-    hub.files["en/train-0.jsonl"] = lines("newer")
+    test = {"source": "hf:org/set:en", "split": "test"}
+    assert do(tmp_path, hub, ("elsewhere", test))[0] == [["one"]]
+    hub.files["en/test.jsonl"] = lines("newer")
+    do(tmp_path, hub, ("stamps", test))
     hub.busy = True
-    (found,) = do(tmp_path, hub, ("en", {"source": "hf:org/set:en"}))[0]
-    assert "data.train[0].source hf:org/set:en cannot be reached" in found["error"]
+    (found,) = do(tmp_path, hub, ("en", test))[0]
+    assert "hf:org/set:en cannot be reached" in found["error"]
+
+
+@pytest.mark.drawn("sets of a hub")
+def test_a_set_that_the_library_prepared_is_read_without_a_network(
+    tmp_path: Path, hub: Server
+) -> None:
+    """In one piece: in which shards of the hub its rows were is not in the cache."""
+    english, test = {"source": "hf:org/set:en"}, {"source": "hf:org/set:en", "split": "test"}
+    do(tmp_path, hub, ("elsewhere", english), ("stamps", english), ("stamps", test))
+    hub.busy = True
+    whole, shards = do(tmp_path, hub, ("test", test), ("en", english), HF_HUB_OFFLINE="1")[0]
+    assert whole["texts"] == [["org/set/en/test-00000:1", "a test"]]
+    assert "hf:org/set:en cannot be reached" in shards["error"]
 
 
 def test_a_folder_laid_out_like_a_set(tmp_path: Path) -> None:
