@@ -11,6 +11,7 @@ from pathlib import Path
 from ingot.base.errors import Failed, IngotError, WrongInput
 
 MODEL_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+TOKENIZER_FILES = ("tokenizer.json", "*.model")
 ASK_S = 5.0
 """Timeout for small requests to the hub that are made before work begins."""
 
@@ -29,7 +30,8 @@ def fetch_model(name: str, revision: str | None = None, *, tokenizer_only: bool 
     ]
     with _hub_errors(name, revision):
         folder = Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
-        if not any(folder.glob("tokenizer.json" if tokenizer_only else "*.safetensors")):
+        needed = TOKENIZER_FILES if tokenizer_only else ("*.safetensors",)
+        if not any(any(folder.glob(pattern)) for pattern in needed):
             # Of a hub that does not answer the client gives what another command fetched, such as
             # the configuration alone: that the model lacks the rest is only known of one that does.
             HfApi().model_info(name, revision=revision, timeout=ASK_S)

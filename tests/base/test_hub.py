@@ -45,6 +45,10 @@ def test_a_model_in_the_cache_is_found_without_a_network_and_another_is_named(
     assert "hf:org/tiny cannot be fetched" in fetch_offline(tmp_path, "org/tiny"), "no weights"
     (snapshot / "model.safetensors").write_bytes(b"")
     assert "hf:org/tiny cannot be fetched" in fetch_offline(tmp_path, "org/tiny", "fetch_tokenizer")
+    for name in ("tokenizer.model", "spiece.model"):
+        (snapshot / name).write_bytes(b"")
+        assert fetch_offline(tmp_path, "org/tiny", "fetch_tokenizer") == str(snapshot)
+        (snapshot / name).unlink()
     assert fetch_offline(tmp_path, "org/tiny") == str(snapshot)
     assert "hf:org/other cannot be fetched" in (said := fetch_offline(tmp_path, "org/other"))
     assert said.startswith("Failed ")
