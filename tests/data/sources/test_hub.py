@@ -166,13 +166,11 @@ def test_a_busy_hub_is_no_older_version_and_no_mistake_in_the_recipe(
     """The library takes what somebody loaded before, of whatever version, for what it cannot get;
     and calls what it cannot get not there.
     """
-    test = {"source": "hf:org/set:en", "split": "test"}
-    assert do(tmp_path, hub, ("elsewhere", test))[0] == [["one"]]
-    hub.files["en/test.jsonl"] = lines("newer")
-    do(tmp_path, hub, ("stamps", test))
+    assert do(tmp_path, hub, ("elsewhere", {"source": "hf:org/set:en"}))[0] == [["one"]]
+    hub.files["en/train-0.jsonl"] = lines("newer")
     hub.busy = True
-    (found,) = do(tmp_path, hub, ("en", test))[0]
-    assert "hf:org/set:en cannot be reached" in found["error"]
+    (found,) = do(tmp_path, hub, ("en", {"source": "hf:org/set:en"}))[0]
+    assert "data.train[0].source hf:org/set:en cannot be reached" in found["error"]
 
 
 @pytest.mark.drawn("sets of a hub")
@@ -182,10 +180,13 @@ def test_a_set_that_the_library_prepared_is_read_without_a_network(
     """In one piece: in which shards of the hub its rows were is not in the cache."""
     english, test = {"source": "hf:org/set:en"}, {"source": "hf:org/set:en", "split": "test"}
     do(tmp_path, hub, ("elsewhere", english), ("stamps", english), ("stamps", test))
-    hub.busy = True
     whole, shards = do(tmp_path, hub, ("test", test), ("en", english), HF_HUB_OFFLINE="1")[0]
     assert whole["texts"] == [["org/set/en/test-00000:1", "a test"]]
     assert "hf:org/set:en cannot be reached" in shards["error"]
+    hub.files["en/test.jsonl"] = lines("newer")
+    do(tmp_path, hub, ("stamps", test))
+    (older,) = do(tmp_path, hub, ("newer", test), HF_HUB_OFFLINE="1")[0]
+    assert "hf:org/set:en cannot be reached" in older["error"]
 
 
 def test_a_folder_laid_out_like_a_set(tmp_path: Path) -> None:
