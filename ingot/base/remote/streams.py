@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 from ingot.base.errors import Failed, WrongInput, one_line
+from ingot.base.server import is_loopback
 
 PAUSES_S = (1.0, 2.0, 4.0)
 """Before each further try at a web server that is busy or broke off; clients of buckets try again
@@ -32,7 +33,15 @@ async def web_client(**options: Any) -> Any:
     import aiohttp
 
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=SILENCE_S, sock_read=SILENCE_S)
-    return aiohttp.ClientSession(**{"trust_env": True, "timeout": timeout, **options})
+    usual = {"trust_env": True, "timeout": timeout, "middlewares": (_without_proxy_here,)}
+    return aiohttp.ClientSession(**{**usual, **options})
+
+
+async def _without_proxy_here(request: Any, send: Callable[[Any], Any]) -> Any:
+    """No proxy can reach a server of this machine."""
+    if is_loopback(request.url.host or ""):
+        request.proxy = None
+    return await send(request)
 
 
 def version_of(filesystem: Any, name: str) -> dict[str, Any]:

@@ -164,3 +164,16 @@ def test_the_proxy_of_the_network_is_asked(web: Web, monkeypatch: pytest.MonkeyP
     with open_read("http://data.example.test/a") as stream:
         assert stream.read() == DATA
     assert web.asked == ["http://data.example.test/a"]
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_no_proxy_is_asked_for_a_server_of_this_machine(
+    web: Web, monkeypatch: pytest.MonkeyPatch, host: str
+) -> None:
+    proxy = Web()
+    monkeypatch.setenv("http_proxy", proxy.address)
+    monkeypatch.setenv("no_proxy", "")
+    with open_read(f"{web.address.replace('127.0.0.1', host)}/a") as stream:
+        assert stream.read() == DATA
+    assert (web.asked, proxy.asked) == (["/a"], [])
+    proxy.server_close()
