@@ -148,7 +148,10 @@ def stamp(path: str, *, fresh: bool = False) -> dict[str, Any]:
     """
     if is_remote(path):
         filesystem, root = _remote().core.url_to_fs(path)
-        if fresh:
+        if fresh and filesystem.async_impl:
+            # The client of a bucket. Its listing stays, for the other files of the folder.
+            filesystem, root = _remote().core.url_to_fs(path, use_listings_cache=False)
+        elif fresh:
             filesystem.invalidate_cache(root)
         return {"path": path, **version_of(filesystem, root)}
     status = os.stat(path)

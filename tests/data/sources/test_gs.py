@@ -40,11 +40,12 @@ if __name__ == "__main__":
 
 
 class Server(Loopback):
-    """One bucket with `files`."""
+    """One bucket with `files`. `told`: those of which one by one was asked what they are."""
 
     def __init__(self, files: dict[str, bytes]) -> None:
         super().__init__(_Handler)
         self.files, self.broken = files, ""
+        self.told: list[str] = []
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -71,6 +72,7 @@ class _Handler(BaseHTTPRequestHandler):
             )
             self._send(206, files[name][int(first) : int(last) + 1])
         else:
+            self.server.told.append(name)
             self._send(200, json.dumps(self._about(name)).encode())
 
     def _about(self, name: str) -> dict[str, Any]:
@@ -136,6 +138,14 @@ def test_a_bucket(tmp_path: Path, bucket: Server) -> None:
         ["deep/b.txt:1", "\n".join(sentences(3))],
         ["c.txt:1", "other"],
     ]
+
+
+def test_a_listed_file_is_asked_for_once_more_whether_it_changed(
+    tmp_path: Path, bucket: Server
+) -> None:
+    bucket.files = {f"set/{each}.txt": b"text" for each in range(4)}
+    assert run(tmp_path, bucket, "gs://bucket/set").returncode == 0
+    assert sorted(bucket.told) == list(bucket.files)
 
 
 def test_a_file_that_breaks_off_is_not_taken_for_its_beginning(
