@@ -95,7 +95,10 @@ def _check_version(file: SourceFile) -> None:
         return
     now = stamp(file.path, fresh=True)
     if any(file.stamp.get(key, now[key]) != now[key] for key in ("bytes", "tag")):
-        raise Failed(f"{file.path} changed while it was read; run the same command again")
+        raise Failed(
+            f"{file.path} changed while it was read; run the same command again, or download it and"
+            " give its path"
+        )
 
 
 @contextlib.contextmanager
