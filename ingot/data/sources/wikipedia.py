@@ -103,6 +103,12 @@ def _version(answer: Any) -> str:
     return answer.headers.get("ETag") or answer.headers.get("Last-Modified") or ""
 
 
+def _size(answer: Any) -> int:
+    """The size of the whole file, also where only the rest of it comes."""
+    whole = answer.headers.get("Content-Range", "").rpartition("/")[2]
+    return int(whole if whole.isdigit() else answer.headers.get("Content-Length") or 0)
+
+
 def fetch_dump(file: SourceFile) -> None:
     """Download a dump to `file.path`, unless it is there; an interrupted download is resumed.
 
@@ -149,7 +155,7 @@ def _fetch(file: SourceFile, partial: Path, have: int, progress: Progress) -> st
     """Download from byte `have` on. Returns what interrupted it.
 
     Raises:
-        Failed: the server has another version.
+        Failed: the server has another version, of another size.
     """
     headers = (
         {"Range": f"bytes={have}-", "If-Range": file.stamp["tag"]}
@@ -162,7 +168,10 @@ def _fetch(file: SourceFile, partial: Path, have: int, progress: Progress) -> st
         ) as answer:
             goes_on, version = answer.status == 206, _version(answer)
             if version and version != file.stamp["tag"]:
-                raise _changed(file, partial)
+                if _size(answer) != file.bytes:
+                    raise _changed(file, partial)
+                # Of a mirror, each server may tag the same file by itself.
+                return "another version came"
             if not goes_on and version != file.stamp["tag"]:
                 return "something else came, perhaps of a network that wants to be logged in to"
             with disk_errors(partial), partial.open("ab" if goes_on else "wb") as stream:

@@ -38,6 +38,8 @@ class Server(Loopback):
         self.data, self.tag = bz2.compress(SMALL), '"one"'
         self.breaks: list[int] = []
         self.ranges = self.tells_size = True
+        self.others: list[str] = []
+        """The tags of the next answers, each of another server of a mirror."""
         self.pages = 0
         """How many of the next answers are those of a network that wants to be logged in to."""
         self.asked: list[tuple[str, str]] = []
@@ -65,13 +67,14 @@ class _Handler(BaseHTTPRequestHandler):
             self.end_headers()
             self.wfile.write(PAGE)
             return
-        same = server.ranges and self.headers.get("If-Range") in (None, server.tag)
+        tag = server.others.pop(0) if send and server.others else server.tag
+        same = server.ranges and self.headers.get("If-Range") in (None, tag)
         begin = int(asked.removeprefix("bytes=").removesuffix("-")) if asked and same else 0
         data = server.data[begin:]
         self.send_response(206 if begin else 200)
         if server.tells_size:
             self.send_header("Content-Length", str(len(data)))
-        self.send_header("ETag", server.tag)
+        self.send_header("ETag", tag)
         self.end_headers()
         if send:
             self.wfile.write(data[: server.breaks.pop(0)] if server.breaks else data)
@@ -168,6 +171,14 @@ def test_two_versions_are_never_mixed(server: Server) -> None:
     fetch_dump(new := find())
     assert new.path != file.path
     assert Path(new.path).read_bytes() == server.data
+
+
+def test_servers_of_a_mirror_with_other_tags_cost_no_download(server: Server) -> None:
+    server.breaks = [100, 0, 0]
+    server.others = ['"one"', '"two"', '"two"', '"one"']
+    fetch_dump(file := find())
+    assert Path(file.path).read_bytes() == server.data
+    assert gets(server) == ["", "bytes=100-", "bytes=100-", "bytes=100-"]
 
 
 def test_without_a_network_what_is_known_is_used(
