@@ -24,6 +24,7 @@ from ingot.data.packing.tables import read_packed
 from ingot.data.prepare import _in_words, prepare
 from ingot.data.tokenizing import tokenize as parts
 from ingot.data.tokenizing import vocabulary
+from ingot.tokenizers.bpe import train_bpe
 from ingot.tokenizers.load import load_tokenizer
 from ingot.tokenizers.tokenizer import Tokenizer
 from tests.data.small import recipe
@@ -201,7 +202,9 @@ def test_labelled_texts_are_framed_beside_their_labels(tmp_path: Path) -> None:
 
 def test_labelled_texts_have_no_end_that_their_tokenizer_does_not_put(tmp_path: Path) -> None:
     """Who asks the classifier with transformers reads texts as it was trained on them."""
-    small, tokenizer, columns = made("labelled", tmp_path)
+    train_bpe(["the copper melts and rings"], 280).save(tmp_path / "own")
+    source = {"tokenizer__source": str(tmp_path / "own"), "tokenizer__vocab_size": None}
+    small, tokenizer, columns = made("labelled", tmp_path, **source)
     theirs = AutoTokenizer.from_pretrained(small.folder.tokenizer)
     assert prepared_for(small).closing == 0
     for number in range(len(columns["tokens"])):

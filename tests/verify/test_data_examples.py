@@ -66,7 +66,7 @@ def asked(kind: str, root: Path, runs: Path | None = None) -> Recipe:
             "labelled",
             {
                 "columns: labels": True,
-                "columns: end of each record": None,
+                "columns: end of each record": True,
                 "rows: none, 96 tokens": True,
             },
         ),
