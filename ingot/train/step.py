@@ -8,6 +8,7 @@ number of ranks, padding and packing therefore never change the result.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -354,7 +355,11 @@ def accumulate_gradients(
     read = context.masters.read_each
     for index, batch in enumerate(batches):
         _begin_micro_batch(context, step, index, batch)
-        with last_micro_batch(module, mesh, is_last=index == len(batches) - 1, read=read):
+        with (
+            last_micro_batch(module, mesh, is_last=index == len(batches) - 1, read=read)
+            if mesh.world > 1
+            else contextlib.nullcontext()
+        ):
             loss_sum, metrics = forward(module, objective, batch, context.compute, device, sharing)
             loss_sum.backward()
         context.masters.accumulate()
