@@ -9,7 +9,6 @@ from pydantic import Field, ValidationInfo, model_validator
 
 from ingot.base.runfolder import RunFolder
 from ingot.base.storage import is_remote
-from ingot.config.measured import check_prompts, check_tracked, default_tasks
 from ingot.config.section import Section
 from ingot.config.sections.checkpoint import Checkpoint, Resume, Track
 from ingot.config.sections.data import Data, Pack, truncations
@@ -26,6 +25,7 @@ from ingot.config.sections.deployment import (
 from ingot.config.sections.evaluation import Evaluate, Task
 from ingot.config.sections.launch import Launch
 from ingot.config.sections.layout import MemorySettings, Parallel, Precision
+from ingot.config.sections.measured import check_prompts, check_tracked, default_tasks
 from ingot.config.sections.objective import CHAT_TEMPLATED, Documents, Objective, PretrainSettings
 from ingot.config.sections.training import ModelSettings, TokenizerSettings, Train
 

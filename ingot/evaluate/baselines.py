@@ -12,9 +12,9 @@ from typing import Protocol, TypeVar
 
 from ingot.base.errors import WrongInput
 from ingot.base.progress import Progress
-from ingot.config.measured import CompressorName, compressors_of, why_not_compressed
 from ingot.config.recipe import Recipe
 from ingot.config.sections.evaluation import Baseline
+from ingot.config.sections.measured import CompressorName, compressors_of, why_not_compressed
 from ingot.data.cleaning.documents import read_documents
 from ingot.data.columns.column import Column
 from ingot.data.columns.manifest import PreparedData

@@ -131,7 +131,7 @@ class Tokenizer:
     text, EOS is used, since a target must have an end.
     """
     alone: tuple[list[int], list[int]]
-    """The same around a text that needs no end, such as one to classify: what others read."""
+    """The same around a text to classify: with an end only where the library itself puts one."""
     target_frame: tuple[list[int], list[int]]
     """The same around targets. It differs only if texts are marked with their language, as for NLLB
     and mBART (`src_lang` and `tgt_lang`).

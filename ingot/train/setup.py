@@ -20,11 +20,11 @@ from ingot.config.identity import (
     content_identity,
     stops_by_held_out,
 )
-from ingot.config.measured import tracked_of_sources
 from ingot.config.models.lineage import read_lineage
 from ingot.config.models.source import ModelKind, check_lora
 from ingot.config.models.types import ENDS_AT_EOS
 from ingot.config.recipe import Recipe
+from ingot.config.sections.measured import tracked_of_sources
 from ingot.config.sections.objective import TWO_ROWS
 from ingot.config.sections.training import Muon
 from ingot.config.shape import (

@@ -355,7 +355,7 @@ def accumulate_gradients(
     read = context.masters.read_each
     for index, batch in enumerate(batches):
         _begin_micro_batch(context, step, index, batch)
-        with (
+        with (  # the step of a single process is read without what wraps several
             last_micro_batch(module, mesh, is_last=index == len(batches) - 1, read=read)
             if mesh.world > 1
             else contextlib.nullcontext()

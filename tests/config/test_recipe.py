@@ -7,8 +7,8 @@ import pytest
 from pydantic import ValidationError
 
 from ingot.config.identity import changes, training_identity
-from ingot.config.measured import is_measured
 from ingot.config.recipe import Recipe
+from ingot.config.sections.measured import is_measured
 
 
 def recipe(**sections: object) -> Recipe:

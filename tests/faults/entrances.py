@@ -938,7 +938,7 @@ FAULTS = [
     ),
     Fault(
         "an-encoder-asked-to-write",
-        "ingot/config/measured.py",
+        "ingot/config/sections/measured.py",
         "if knobs and not objective.writes:",
         "if False:",
         "a classifier is asked for texts, and its training ends where the first are due",

@@ -519,7 +519,7 @@ def test_steps_before_a_metric_that_is_not_measured_are_not_lost(
         "train__early_stop": "{metric: loss, patience: 1}",
     }
     with monkeypatch.context() as unknown:
-        unknown.setattr("ingot.config.measured.is_measured", lambda *_: True)
+        unknown.setattr("ingot.config.sections.measured.is_measured", lambda *_: True)
         wrong = small_recipe(root, **knobs, checkpoint__best="loss/accuracy")
     with pytest.raises(WrongInput, match="loss/accuracy is not measured while training"):
         train(wrong)

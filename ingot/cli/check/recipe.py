@@ -27,9 +27,9 @@ from ingot.cli.check.training import (
 )
 from ingot.cli.installed import java, java_wanted
 from ingot.config.load import RecipeErrors, read_with_origins, without_errors
-from ingot.config.measured import is_measured, metrics_of
 from ingot.config.recipe import Recipe
 from ingot.config.sections.data import SourceSettings
+from ingot.config.sections.measured import is_measured, metrics_of
 from ingot.config.values import Findings, Values
 from ingot.data.sources.find import find_source
 from ingot.launch.job import launcher_of

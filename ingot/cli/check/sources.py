@@ -26,11 +26,11 @@ from urllib.parse import urlsplit
 from ingot.base.errors import IngotError, WrongInput
 from ingot.base.remote.service import EMULATOR
 from ingot.base.storage import is_remote, open_read
-from ingot.config.measured import why_not_compressed
 from ingot.config.models.source import trained_kind
 from ingot.config.recipe import NO_SOURCE, Recipe
 from ingot.config.sections.data import SourceSettings
 from ingot.config.sections.evaluation import TaskSettings
+from ingot.config.sections.measured import why_not_compressed
 from ingot.config.values import Findings
 from ingot.data.documents.kinds import DocumentExtractor
 from ingot.data.documents.records import BadRecord
