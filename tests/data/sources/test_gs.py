@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
@@ -56,6 +57,10 @@ class _Handler(BaseHTTPRequestHandler):
         name = unquote(address.path.partition("/b/bucket/o/")[2])
         if address.path.endswith("/b/bucket/o"):
             prefix = parse_qs(address.query).get("prefix", [""])[0]
+            if prefix.rstrip("/") in files:
+                # The client asks at once whether it is a file and whether it is a folder. It does
+                # not wait for the second answer, but would ask again if that came first.
+                time.sleep(2)
             self._send(
                 200,
                 json.dumps(
