@@ -40,25 +40,26 @@ _BY_PROCESSORS = {
 
 
 @dataclass(frozen=True)
-class EndpointContainer:
+class ServingContainer:
     """The container of one endpoint, in Vertex AI's terms.
 
-    `image` None: our own serving image. `predict_route` takes Vertex AI's `instances`, but for an
-    engine in RAW its own format (`question`). No API key is used: an endpoint authenticates its
-    callers.
+    `image` None: our own serving image. The route `predict` takes Vertex AI's `instances`, but for
+    an engine in RAW its own format (`question`). Both routes are always given: the service's
+    defaults are the same path for both. No API key is used: an endpoint authenticates its callers.
     """
 
     image: str | None
     command: tuple[str, ...]
     args: tuple[str, ...]
-    env: Mapping[str, str] = field(default_factory=dict)
-    ports: tuple[int, ...] = (PORT,)
-    health_route: str = "/health"
-    predict_route: str = "/predict"
+    environment: Mapping[str, str] = field(default_factory=dict)
+    port: int = PORT
+    health: str = "/health"
+    predict: str = "/predict"
+    timeout_s: int = 3600
     shared_memory_mb: int = 0
 
 
-def container_of(recipe: Recipe) -> EndpointContainer:
+def container_of(recipe: Recipe) -> ServingContainer:
     """The container of an endpoint for `recipe.serve.engine`.
 
     The images of vLLM and Triton are the published ones unless `serve.image` names another. Vertex
@@ -78,24 +79,23 @@ def container_of(recipe: Recipe) -> EndpointContainer:
                 STORAGE, name, serve, host="0.0.0.0", port=PORT, dtype=dtype_on(serve)
             )
             args = (*args, "--load-format", "runai_streamer", "--tensor-parallel-size", str(cards))
-            return EndpointContainer(
+            return ServingContainer(
                 serve.image or VLLM_IMAGE,
                 ("python3", "-m", VLLM_MODULE),
                 args,
                 _QUIET,
-                predict_route="/invocations",
+                predict="/invocations",
                 shared_memory_mb=SHARED_MEMORY_MB,
             )
         case "triton":
             _accelerators(serve)
             _check_triton(serve)
-            return EndpointContainer(
+            return ServingContainer(
                 serve.image or TRITON_IMAGE,
                 ("tritonserver",),
                 triton_arguments(STORAGE, host="0.0.0.0", port=PORT),
-                {},
-                health_route="/v2/health/ready",
-                predict_route=triton_route(name),
+                health="/v2/health/ready",
+                predict=triton_route(name),
                 shared_memory_mb=SHARED_MEMORY_MB,
             )
         case _:
@@ -104,7 +104,7 @@ def container_of(recipe: Recipe) -> EndpointContainer:
             settings = (
                 f"serve.{key}={json.dumps(value)}" for key, value in sorted(changed.items())
             )
-            return EndpointContainer(serve.image, (), (f"serve.engine={serve.engine}", *settings))
+            return ServingContainer(serve.image, (), (f"serve.engine={serve.engine}", *settings))
 
 
 SERVER_ARGUMENTS = (

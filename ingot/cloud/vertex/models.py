@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from ingot.base.errors import Failed, WrongInput
@@ -21,25 +21,9 @@ from ingot.cloud.clients import (
     message_types,
 )
 from ingot.cloud.vertex.jobs import running_operations, wait_for_operation
+from ingot.config.serving import ServingContainer
 
 _PAGE = 100
-
-
-@dataclass(frozen=True)
-class ServingContainer:
-    """The container that serves a model: image, command and routes. Both routes are always given:
-    the service's defaults are the same path for both.
-    """
-
-    image: str
-    args: tuple[str, ...] = ()
-    command: tuple[str, ...] = ()
-    environment: Mapping[str, str] = field(default_factory=dict)
-    port: int = 8080
-    health: str = "/health"
-    predict: str = "/predict"
-    timeout_s: int = 3600
-    shared_memory_mb: int = 0
 
 
 @dataclass(frozen=True)

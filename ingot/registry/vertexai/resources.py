@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from ingot.base.errors import WrongInput
 from ingot.base.markers import fingerprint
@@ -16,9 +16,9 @@ from ingot.cloud.images import image_of
 from ingot.cloud.instances import label
 from ingot.cloud.machines import accelerators_of, check_machine, vertex_accelerator
 from ingot.cloud.vertex.endpoints import EndpointResources
-from ingot.cloud.vertex.models import ServingContainer
 from ingot.config import serving
 from ingot.config.recipe import Recipe
+from ingot.config.serving import ServingContainer
 
 _REGISTRY = re.compile(r"(?:([a-z]+-[a-z]+\d+)|[a-z]+)-docker\.pkg\.dev/")
 
@@ -35,16 +35,14 @@ class ServingSpec:
 
 
 def container_of(recipe: Recipe) -> ServingContainer:
-    """The container of `serve.engine`, in Vertex AI's terms.
+    """The container of `serve.engine`, whose image an endpoint can take.
 
     Raises:
         WrongInput: no image is set, it is outside Artifact Registry or in another region, or the
             engine cannot use the machine or read the model.
     """
     engine, container = recipe.serve.engine, serving.container_of(recipe)
-    image = recipe.serve.image or (
-        image_of(recipe.cloud, "serve") if container.image is None else container.image
-    )
+    image = image_of(recipe.cloud, "serve") if container.image is None else container.image
     found = _REGISTRY.match(image)
     if found is None:
         raise WrongInput(
@@ -63,16 +61,7 @@ def container_of(recipe: Recipe) -> ServingContainer:
             "serve.engine triton reads the model's weights from cloud.bucket, and an endpoint's"
             " default account may not; set cloud.service_account to one that may"
         )
-    return ServingContainer(
-        image,
-        container.args,
-        container.command,
-        dict(container.env),
-        container.ports[0],
-        container.health_route,
-        container.predict_route,
-        shared_memory_mb=container.shared_memory_mb,
-    )
+    return replace(container, image=image)
 
 
 def serving_spec(recipe: Recipe, model: str) -> ServingSpec:
