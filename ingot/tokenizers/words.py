@@ -14,6 +14,7 @@ import numpy.typing as npt
 import tokenizers
 
 from ingot.base.errors import WrongInput
+from ingot.tokenizers.tiktoken_backend import LETTERS
 from ingot.tokenizers.tokenizer import Tokenizer
 
 Flags = npt.NDArray[np.bool_]
@@ -92,7 +93,7 @@ def _cut_as_bytes(tokenizer: Tokenizer) -> WordStarts:
     """The bytes of the tokens are the text, which the library's own pre-tokenizer cuts again. Added
     tokens are words of their own.
     """
-    letters = {letter: byte for byte, letter in enumerate(_letters())}
+    letters = {letter: byte for byte, letter in LETTERS.items()}
     if lacking := sum(tokenizer.token_id(letter) is None for letter in letters):
         raise _unknown(tokenizer, f"its vocabulary lacks {lacking} of the 256 bytes")
     added = {tokenizer.token_id(text) for text in tokenizer.special_texts}
@@ -103,13 +104,6 @@ def _cut_as_bytes(tokenizer: Tokenizer) -> WordStarts:
         spelled.append(bytes(letters[letter] for letter in token) if plain else None)
     library = tokenizers.Tokenizer.from_str(tokenizer.plain_json() or "")
     return partial(_cut_again, spelled, library)
-
-
-def _letters() -> list[str]:
-    """The letter that stands for each byte: its own if it can be printed, else one from 256 on."""
-    printed = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = iter(range(256, 512))
-    return [chr(byte if byte in printed else next(others)) for byte in range(256)]
 
 
 def _cut_again(
