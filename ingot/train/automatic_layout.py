@@ -13,10 +13,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-import torch
-
 from ingot.base.errors import WrongInput
-from ingot.base.hostmemory import host_memory
 from ingot.base.progress import say
 from ingot.base.runfolder import RunFolder
 from ingot.base.storage import write_atomic
@@ -27,36 +24,19 @@ from ingot.config.recipe import Recipe
 from ingot.config.sections.layout import Parallel
 from ingot.models.device import device_name
 from ingot.parallel.mesh import Mesh, make_mesh
+from ingot.train.micro_batch.memory import MEMORY_KNOBS, total_bytes
 
 SCHEMA = 1
 AS_MUCH = 0.05
 """Memory that differs by a smaller share is the same: drivers and kernels keep some of it back."""
-SETTINGS = (
-    "model",
-    "objective",
-    "parallel",
-    "memory",
-    "precision",
-    "data.seq_len",
-    "data.target_len",
-    "train.global_batch",
-    "train.micro_batch",
-    "train.compile",
-    "train.optimizer.kind",
-    "train.sample_every",
-    "train.evaluate_tasks",
-)
+SETTINGS = (*MEMORY_KNOBS, "train.micro_batch", "train.sample_every", "train.evaluate_tasks")
 """The knobs that a layout is chosen for."""
 
 
 def devices_of(mesh: Mesh) -> StartDevices:
     """What the ranks of a mesh run on. Collective."""
     device, here = mesh.device, mesh.ranks
-    own = (
-        host_memory().total // here.local_world
-        if device.type == "cpu"
-        else torch.accelerator.get_memory_info(device)[1]
-    )
+    own = total_bytes(device) // (here.local_world if device.type == "cpu" else 1)
     everyone = mesh.gather([float(own), float(here.local_world)])
     per_node = math.gcd(*(int(count) for _, count in everyone))
     kind = device.type if device.type in ("cpu", "cuda") else "tpu"

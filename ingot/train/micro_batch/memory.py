@@ -1,5 +1,5 @@
 """Available memory and peak memory use: of the accelerator, or of the host for a process on the
-CPU.
+CPU. And the knobs on which the use depends.
 """
 
 from __future__ import annotations
@@ -16,6 +16,27 @@ from ingot.models.device import peak_memory_bytes
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 _PEAK_RSS = "5"
 """Value written to `clear_refs` to reset the kernel's peak resident set size."""
+
+MEMORY_KNOBS = (
+    "model",
+    "objective",
+    "parallel",
+    "memory",
+    "precision",
+    "data.seq_len",
+    "data.target_len",
+    "train.global_batch",
+    "train.compile",
+    "train.optimizer.kind",
+)
+"""What determines how much memory a micro-batch takes, beside its size."""
+
+
+def total_bytes(device: torch.device) -> int:
+    """The memory of the device; for a CPU, what the processes of a node share."""
+    if device.type == "cpu":
+        return host_memory().total
+    return torch.accelerator.get_memory_info(device)[1]
 
 
 def room_bytes(device: torch.device, local_world: int) -> int:

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 
 from ingot.base.errors import Failed, WrongInput
-from ingot.base.hostmemory import host_memory
 from ingot.base.markers import fingerprint
 from ingot.base.progress import say
 from ingot.base.storage import write_atomic
@@ -32,10 +31,12 @@ from ingot.models.device import device_name
 from ingot.parallel.mesh import Mesh
 from ingot.train.automatic_layout import devices_of
 from ingot.train.micro_batch.memory import (
+    MEMORY_KNOBS,
     forget_peak,
     is_out_of_memory,
     peak_bytes,
     room_bytes,
+    total_bytes,
 )
 from ingot.train.micro_batch.trial import Trial, let_go, open_trial, with_made_up_rows
 from ingot.train.setup import make_setup
@@ -314,24 +315,7 @@ def _seconds(trial: Trial, batch: BatchPlan) -> float | None:
 
 def _what_matters(recipe: Recipe, mesh: Mesh) -> dict[str, Any]:
     """The settings that determine how much memory a micro-batch takes, and how much there is."""
-    knobs = (
-        "model",
-        "objective",
-        "parallel",
-        "memory",
-        "precision",
-        "data.seq_len",
-        "data.target_len",
-        "train.global_batch",
-        "train.compile",
-        "train.optimizer.kind",
-    )
-    total = (
-        host_memory().total
-        if mesh.device.type == "cpu"
-        else torch.accelerator.get_memory_info(mesh.device)[1]
-    )
-    chosen = recipe.select(knobs)
+    chosen = recipe.select(MEMORY_KNOBS)
     del chosen["parallel"]["degrees"]  # they are given by now
     return {
         **chosen,
@@ -339,7 +323,7 @@ def _what_matters(recipe: Recipe, mesh: Mesh) -> dict[str, Any]:
         "world": mesh.world,
         "local_world": mesh.ranks.local_world,
         "device": device_name(mesh.device),
-        "bytes": total,
+        "bytes": total_bytes(mesh.device),
         "torch": torch.__version__,
     }
 
