@@ -55,19 +55,16 @@ from ingot.train.hooks import TooManySkipped
 from ingot.train.interrupts import LeaveNow, PreemptionNotice, StopSignals, stacks_on_demand
 from ingot.train.metrics import LateMetric
 from ingot.train.micro_batch.search import with_fitting_micro_batch
-from ingot.train.optim.averaging import averaged_steps
-from ingot.train.reference import reference_tables
-from ingot.train.resume import (
-    FIELDS,
-    check_steps,
-    come_to,
+from ingot.train.mirroring import (
     complete,
     exchange_missing,
     fetch_missing,
-    find_start,
     open_mirror,
     refuse_others,
 )
+from ingot.train.optim.averaging import averaged_steps
+from ingot.train.reference import reference_tables
+from ingot.train.resume import FIELDS, check_steps, come_to, find_start
 from ingot.train.rollback import RolledBack, roll_back, with_left_out
 from ingot.train.setup import TrainSetup, make_setup
 from ingot.train.step import LoopEnd, StepContext, run_steps

@@ -362,7 +362,7 @@ FAULTS = [
     ),
     Fault(
         "mean-of-what-is-here",
-        "ingot/train/resume.py",
+        "ingot/train/mirroring.py",
         "        fetch_due(mirror, start.folder.parent, start.step, averaged)\n",
         "",
         "on another machine the mean of checkpoints is made of fewer, and the others are deleted",

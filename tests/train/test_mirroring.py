@@ -23,8 +23,7 @@ from ingot.base.runlog import append_line, read_lines
 from ingot.checkpoints.mirror import BucketMirror
 from ingot.checkpoints.store import committed
 from ingot.config.recipe import Recipe
-from ingot.train import resume as mirroring
-from ingot.train import step
+from ingot.train import mirroring, step
 from ingot.train.trainer import train
 from tests import gcs
 from tests.ranks import run_ranks
