@@ -18,7 +18,7 @@ from ingot.config.models.source import config_folder, source_config, starts_rand
 from ingot.config.recipe import Recipe
 from ingot.plan.assemble import ModelKnown, known_coefficients
 from ingot.plan.choose import Choice, Limits, UnknownSeconds, choose, rows_that_fit
-from ingot.plan.layouts import GIB, Freedom, SearchedLayout, possible_layouts
+from ingot.plan.layouts import GIB, Freedom, possible_layouts
 from ingot.plan.place import PlannedPlace, place_of_start
 from ingot.plan.ranges import Range
 
@@ -37,15 +37,7 @@ class SearchingPlanner:
         if devices.type == "cpu":  # where the fastest is sought, and the smallest is tried first
             return None
         place = place_of_start(recipe.at("train"), devices)
-        degrees = degrees_of(recipe.parallel, devices.world)
-        layout = SearchedLayout(
-            devices.world,
-            degrees.tensor,
-            degrees.pipeline,
-            degrees.context,
-            degrees.shard,
-            degrees.expert,
-        )
+        layout = degrees_of(recipe.parallel, devices.world)
         try:
             return rows_that_fit(recipe, place, _model(recipe), layout, MARGIN)
         except (WrongInput, Failed):  # trials tell what is wrong, in their own words
@@ -71,14 +63,14 @@ def automatic_layout(recipe: Recipe, place: PlannedPlace, model: ModelKnown) -> 
     if choice.options:
         best = choice.options[0].judged
         return ChosenLayout(
-            best.candidate.layout.degrees,
+            best.candidate.layout,
             f"the fastest of {len(choice.options)} that fit {place.about}, about"
             f" {best.step.total.text('{:.3g}'.format)} s a step ({best.step.total.origin})",
         )
     if choice.perhaps:
         one, peak = choice.perhaps[0]
         return ChosenLayout(
-            one.layout.degrees,
+            one.layout,
             f"of those that may fit {place.about} the one that takes least,"
             f" {peak.text(_gib)} of {_gib(_has(place))} GiB",
         )

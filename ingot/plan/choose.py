@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ingot.base.errors import WrongInput
+from ingot.config.degrees import Degrees
 from ingot.config.recipe import Recipe
 from ingot.plan.as_json import plain
 from ingot.plan.assemble import (
@@ -19,14 +20,14 @@ from ingot.plan.assemble import (
     with_vocabulary,
 )
 from ingot.plan.data_sample import LengthSample
-from ingot.plan.layouts import ALL_FREE, Candidate, Freedom, SearchedLayout
+from ingot.plan.layouts import ALL_FREE, Candidate, Freedom
 from ingot.plan.place import PlannedPlace
 from ingot.plan.ranges import Range
 from ingot.plan.run_cost import ON_DEMAND, SPOT, RunInputs, cost_of
 from ingot.plan.search import Judged, most_rows, search
 from ingot.plan.seconds import StepSeconds
 from ingot.plan.storage import model_size
-from ingot.plan.tracing.memory import RankMemory
+from ingot.plan.tracing.memory import RankMemory, highest_peak
 from ingot.plan.unknown import Estimate, Unknown
 
 
@@ -134,12 +135,12 @@ def choose(
         mark = "-" if exceeds else "=" if one.is_tied(result.found[0]) else ""
         options.append(Option(one, cost.total_s, dollars, mark))
     options.sort(key=lambda one: one.mark == "-")
-    perhaps = [(one, max((r.peak for r in m), key=lambda p: p.high)) for one, m in result.perhaps]
+    perhaps = [(one, highest_peak(memory)) for one, memory in result.perhaps]
     return Choice(recipe, place, options, perhaps, result.others)
 
 
 def rows_that_fit(
-    recipe: Recipe, place: PlannedPlace, model: ModelKnown, layout: SearchedLayout, share: float
+    recipe: Recipe, place: PlannedPlace, model: ModelKnown, layout: Degrees, share: float
 ) -> int | None:
     """Rows of a micro-batch that surely fit into a share of the device's memory; None if none."""
     return most_rows(_asked(recipe, place, model)[0], layout, place.type, _memory(place) * share)

@@ -8,11 +8,12 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from pydantic import ValidationError
 
 from ingot.base.errors import WrongInput
+from ingot.config.automatic import with_degrees
 from ingot.config.degrees import Degrees
 from ingot.config.models.family import sizes
 from ingot.config.models.source import trained_kind
@@ -27,53 +28,27 @@ LONG_ROW = 32_768
 RECOMPUTE = ("none", "selective", "full")
 SEARCHED = ("replicate", "shard", "tensor", "pipeline", "context", "expert")
 """The degrees that a candidate gives."""
+NAMED = ("tensor", "pipeline", "context", "shard", "expert", "replicate")
+"""The same in the order in which people are told of a candidate."""
 FROZEN_BYTES = {"nf4": 0.5, "int8": 1.0}
 """Bytes of a weight that is not trained, at least, by the kind of `model.quantize`."""
 GIB = 2**30
-
-
-class SearchedLayout(NamedTuple):
-    """Degrees of the axes on a number of devices."""
-
-    world: int
-    tensor: int
-    pipeline: int
-    context: int
-    shard: int
-    expert: int = 1
-
-    @property
-    def replicate(self) -> int:
-        return self.world // (self.tensor * self.pipeline * self.context * self.shard)
-
-    @property
-    def degrees(self) -> Degrees:
-        return Degrees(
-            self.pipeline, self.replicate, self.shard, self.context, self.tensor, self.expert
-        )
-
-    @property
-    def knobs(self) -> dict[str, int]:
-        """The axes with more than one rank, as knobs of `parallel`."""
-        degrees = {**self._asdict(), "replicate": self.replicate}
-        return {name: count for name, count in degrees.items() if name != "world" and count > 1}
 
 
 @dataclass(frozen=True)
 class Candidate:
     """A layout with what is recomputed and the rows of a micro-batch."""
 
-    layout: SearchedLayout
+    layout: Degrees
     recompute: str
     micro_batch: int
 
     @property
     def overrides(self) -> list[str]:
         """What makes a recipe this candidate, as typed on the command line."""
-        degrees = dict.fromkeys(SEARCHED, 1) | self.layout.knobs
         return [
             "parallel.degrees=given",
-            *(f"parallel.{axis}={count}" for axis, count in degrees.items()),
+            *(f"parallel.{axis}={getattr(self.layout, axis)}" for axis in SEARCHED),
             f"memory.recompute.kind={self.recompute}",
             f"train.micro_batch={self.micro_batch}",
         ]
@@ -85,12 +60,9 @@ class Candidate:
 
     def of(self, recipe: Recipe) -> Recipe:
         """The recipe with this candidate's knobs."""
-        degrees = {**dict.fromkeys(SEARCHED, 1), **self.layout.knobs, "degrees": "given"}
-        parallel = recipe.parallel.model_copy(update=degrees)
         again = recipe.memory.recompute.model_copy(update={"kind": self.recompute})
-        return recipe.model_copy(
+        return with_degrees(recipe, self.layout).model_copy(
             update={
-                "parallel": parallel,
                 "memory": recipe.memory.model_copy(update={"recompute": again}),
                 "train": recipe.train.model_copy(update={"micro_batch": self.micro_batch}),
             }
@@ -118,7 +90,7 @@ def possible_layouts(
     has: Range,
     free: Freedom,
     others: list[tuple[str, str]],
-) -> Iterable[SearchedLayout]:
+) -> Iterable[Degrees]:
     """The layouts of `world` devices that training accepts and whose weights, gradients and
     optimizer alone leave room.
     """
@@ -139,7 +111,7 @@ def possible_layouts(
         for shard, expert in itertools.product(sorted({1, within, data}), sharing):
             if data % shard:
                 continue
-            layout = SearchedLayout(world, t, p, c, shard, expert)
+            layout = Degrees(p, data // shard, shard, c, t, expert)
             try:
                 one = Candidate(layout, free.recompute[0], free.micro_batch or 1)
                 _check(one.of(recipe), config, world, native=native)
@@ -172,7 +144,7 @@ def _check(recipe: Recipe, config: Mapping[str, Any], world: int, *, native: boo
         raise WrongInput("train.compile is not for parallel.tensor")
 
 
-def _least_bytes(recipe: Recipe, config: Mapping[str, Any], layout: SearchedLayout) -> float:
+def _least_bytes(recipe: Recipe, config: Mapping[str, Any], layout: Degrees) -> float:
     """What a rank holds between two steps at least; 0 where nothing is known of the model, or where
     some of it waits on the host.
     """
@@ -189,10 +161,9 @@ def _least_bytes(recipe: Recipe, config: Mapping[str, Any], layout: SearchedLayo
     # Where adapters are trained, experts are frozen.
     of_each = each if lora is not None else state_bytes(recipe).low + gradient
     of_experts = expert_parameters(config) * of_each if size.exact else 0.0
-    degrees = layout.degrees
-    shared = degrees.expert * degrees.expert_shards
-    dense = (all_bytes - of_experts) / (degrees.shards * degrees.tensor)
-    return (dense + of_experts / shared) / degrees.pipeline
+    shared = layout.expert * layout.expert_shards
+    dense = (all_bytes - of_experts) / (layout.shards * layout.tensor)
+    return (dense + of_experts / shared) / layout.pipeline
 
 
 def _frozen_bytes(recipe: Recipe) -> float:
@@ -218,8 +189,9 @@ def _expert_degrees(experts: int, tensor: int, within: int, ranks: int) -> list[
     return sorted(tensor * one for one in each)
 
 
-def named(layout: SearchedLayout) -> str:
-    axes = " x ".join(f"{axis} {count}" for axis, count in layout.knobs.items())
+def named(layout: Degrees) -> str:
+    degrees = {axis: getattr(layout, axis) for axis in NAMED}
+    axes = " x ".join(f"{axis} {count}" for axis, count in degrees.items() if count > 1)
     return f"{layout.world} devices: {axes or 'one process'}"
 
 

@@ -21,14 +21,19 @@ from ingot.plan.layouts import (
     GIB,
     Candidate,
     Freedom,
-    SearchedLayout,
     named,
     possible_layouts,
     powers,
 )
 from ingot.plan.ranges import Range
 from ingot.plan.seconds import StepSeconds
-from ingot.plan.tracing.memory import RankMemory, kinds_of_ranks, rank_memory, worst_fit
+from ingot.plan.tracing.memory import (
+    RankMemory,
+    highest_peak,
+    kinds_of_ranks,
+    rank_memory,
+    worst_fit,
+)
 from ingot.plan.tracing.workers import Tracer, TraceRequest
 
 MOST_LAYOUTS = 6
@@ -55,7 +60,7 @@ class Judged:
     @property
     def peak(self) -> Range:
         """Of the rank that takes most."""
-        return max((one.peak for one in self.memory), key=lambda peak: peak.high)
+        return highest_peak(self.memory)
 
     def is_tied(self, other: Judged) -> bool:
         """Whether it cannot be told which of the two is faster: within their ranges the device
@@ -99,7 +104,7 @@ def search(
         seconds: tells the time of a step.
     """
     others: list[tuple[str, str]] = []
-    layouts: list[SearchedLayout] = []
+    layouts: list[Degrees] = []
     for world in worlds:
         fitting = list(possible_layouts(recipe, config, world, per_node, has, free, others))
         # Sharding alone communicates least where it is enough; then less of what waits. Whether
@@ -124,17 +129,17 @@ def search(
             done = {one.layout for one in grown if one.micro_batch >= _enough(recipe, one.layout)}
             waiting = [layout for layout in waiting if layout not in done]
     judged.sort(key=lambda one: one.step.total.likely)
-    best: dict[SearchedLayout, Judged] = {}
+    best: dict[Degrees, Judged] = {}
     for one in judged:
         faster = best.setdefault(one.candidate.layout, one)
         if faster is not one:
             lost = f"{one.step.total.text()} s a step; faster is {faster.candidate.text()}"
             others.append((one.candidate.text(), lost))
-    perhaps = sorted(bench.perhaps.items(), key=lambda one: _peak(one[1]).high)
+    perhaps = sorted(bench.perhaps.items(), key=lambda one: highest_peak(one[1]).high)
     return SearchResult(list(best.values()), perhaps, others)
 
 
-def most_rows(recipe: Recipe, layout: SearchedLayout, kind: str, has: Range) -> int | None:
+def most_rows(recipe: Recipe, layout: Degrees, kind: str, has: Range) -> int | None:
     """The rows of a micro-batch that surely fit into `has` bytes, as far as more are faster; None
     if none do.
     """
@@ -161,7 +166,7 @@ class _Bench:
         self.perhaps: dict[Candidate, tuple[RankMemory, ...]] = {}
 
     def grown(
-        self, layouts: Sequence[SearchedLayout], again: str
+        self, layouts: Sequence[Degrees], again: str
     ) -> dict[Candidate, tuple[RankMemory, ...]]:
         """The candidates of these layouts that surely fit, with as many rows in a micro-batch as
         do.
@@ -175,8 +180,8 @@ class _Bench:
         found, largest = dict(ones), []
         for two, memory in self._fitting(more, []).items():
             one = replace(two, micro_batch=1)
-            slope = max(1.0, _peak(memory).high - _peak(ones[one]).high)
-            room = int((has.low - _peak(ones[one]).high) // slope) + 1
+            slope = max(1.0, highest_peak(memory).high - highest_peak(ones[one]).high)
+            room = int((has.low - highest_peak(ones[one]).high) // slope) + 1
             size = _size_below(min(room, _enough(recipe, two.layout)), _rows(recipe, two.layout))
             if size >= 2:
                 del found[one]
@@ -203,7 +208,7 @@ class _Bench:
             else:
                 if fit == "may not fit":
                     self.perhaps[one] = memory
-                reason = f"{fit}: {_peak(memory).text(_gib)} of {_gib(has.likely)} GiB"
+                reason = f"{fit}: {highest_peak(memory).text(_gib)} of {_gib(has.likely)} GiB"
                 others.append((one.text(), reason))
         return fitting
 
@@ -231,13 +236,13 @@ class _Bench:
         return {one: tuple(memory) for one, memory in found.items() if one not in refused}
 
 
-def _rows(recipe: Recipe, layout: SearchedLayout) -> int:
+def _rows(recipe: Recipe, layout: Degrees) -> int:
     """Rows of a rank in a step, for which a micro-batch must leave the pipeline enough of them."""
     per_rank = recipe.train.global_batch // (layout.shard * layout.replicate)
     return max(1, per_rank // layout.pipeline)
 
 
-def _enough(recipe: Recipe, layout: SearchedLayout) -> int:
+def _enough(recipe: Recipe, layout: Degrees) -> int:
     """Rows in a micro-batch beyond which a device computes no faster."""
     tokens = recipe.data.seq_len // layout.context
     return min(_rows(recipe, layout), max(1, ENOUGH_TOKENS // tokens))
@@ -246,10 +251,6 @@ def _enough(recipe: Recipe, layout: SearchedLayout) -> int:
 def _size_below(most: int, rows: int) -> int:
     """The largest power of two that is at most `most` and divides the rows evenly."""
     return max(size for size in powers(max(1, most)) if rows % size == 0)
-
-
-def _peak(memory: Sequence[RankMemory]) -> Range:
-    return max((one.peak for one in memory), key=lambda peak: peak.high)
 
 
 def _gib(size: float) -> str:

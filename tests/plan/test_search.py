@@ -14,7 +14,7 @@ from ingot.config.load import load_recipe
 from ingot.config.models.presets import preset
 from ingot.config.shape import expert_parameters, least_parameters, parameter_count
 from ingot.plan.choose import Limits, choose
-from ingot.plan.layouts import ALL_FREE, Candidate, SearchedLayout, _least_bytes, possible_layouts
+from ingot.plan.layouts import ALL_FREE, Candidate, _least_bytes, possible_layouts
 from ingot.plan.ranges import Range
 from ingot.plan.search import Judged, _Bench, search
 from ingot.plan.seconds import NOTHING, StepSeconds
@@ -75,7 +75,7 @@ def test_the_largest_micro_batch_that_fits_is_proposed(
     has: int, rows: int | None, recipe: Any
 ) -> None:
     others: list[tuple[str, str]] = []
-    layout = SearchedLayout(1, 1, 1, 1, 1)
+    layout = Degrees()
     bench = _Bench(cast("Tracer", _Line()), recipe(), "cpu", Range.exactly(has), others)
     found = [one.micro_batch for one in bench.grown([layout], "none")]
     assert found == ([] if rows is None else [rows])
@@ -84,7 +84,7 @@ def test_the_largest_micro_batch_that_fits_is_proposed(
 
 def test_of_a_micro_batch_that_does_not_fit_half_is_tried(recipe: Any) -> None:
     """Memory grows faster than one and two rows promise, of which eight would fit."""
-    layout = SearchedLayout(1, 1, 1, 1, 1)
+    layout = Degrees()
     bench = _Bench(cast("Tracer", _Line(more=20)), recipe(), "cpu", Range.exactly(185), [])
     assert [one.micro_batch for one in bench.grown([layout], "none")] == [4]
 
@@ -107,9 +107,7 @@ def test_what_fits_is_found_and_what_does_not_is_told(recipe: Any) -> None:
 @pytest.mark.drawn("a search that traces")
 def test_recomputing_is_tried_only_where_it_makes_room(recipe: Any) -> None:
     result = search(recipe(), CONFIG, [1], 1, "cpu", Range.exactly(2**40), _seconds)
-    assert [one.candidate for one in result.found] == [
-        Candidate(SearchedLayout(1, 1, 1, 1, 1), "none", 8)
-    ]
+    assert [one.candidate for one in result.found] == [Candidate(Degrees(), "none", 8)]
     assert result.others == []
 
 
@@ -152,10 +150,9 @@ def test_experts_that_are_shared_take_less_of_each_rank(recipe: Any) -> None:
 
 
 def test_a_candidate_is_what_its_knobs_say(recipe: Any) -> None:
-    layout = SearchedLayout(world=16, tensor=2, pipeline=2, context=1, shard=2, expert=2)
+    layout = Degrees(tensor=2, pipeline=2, shard=2, replicate=2, expert=2)
     one = Candidate(layout, "full", 2)
     assert one.of(recipe()) == recipe(*one.overrides)
-    assert layout.replicate == 2
     assert one.text() == (
         "16 devices: tensor 2 x pipeline 2 x shard 2 x expert 2 x replicate 2, micro-batch 2, full"
         " recomputation"
@@ -165,7 +162,7 @@ def test_a_candidate_is_what_its_knobs_say(recipe: Any) -> None:
 def test_ties_are_what_the_device_decides() -> None:
     one, slower, tied, close = (
         Judged(
-            Candidate(SearchedLayout(1, 1, 1, 1, 1), "none", size),
+            Candidate(Degrees(), "none", size),
             (),
             _step(Range(*total, "guessed")),
         )
@@ -249,7 +246,7 @@ def test_what_cannot_fit_is_not_traced_whatever_the_model_and_only_that(
 
 def test_frozen_weights_in_16_bits_are_not_refused_for_32(recipe: Any) -> None:
     knobs = "model.lora.rank=8", "model.source=preset:llama-3m"
-    alone = SearchedLayout(1, 1, 1, 1, 1)
+    alone = Degrees()
     wide, narrow, auto = (
         _least_bytes(recipe(*knobs, f"precision.compute={compute}"), CONFIG, alone)
         for compute in ("fp32", "bf16", "auto")

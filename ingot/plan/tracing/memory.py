@@ -4,7 +4,7 @@ needs beside them. Imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -108,6 +108,11 @@ def _crowded(trace: RankTrace) -> Range:
         return NOTHING
     most = max(0, trace.crowded.peak.total - trace.peak.total)
     return UNEVEN * float(most)
+
+
+def highest_peak(ranks: Iterable[RankMemory]) -> Range:
+    """Of the rank that takes most."""
+    return max((one.peak for one in ranks), key=lambda peak: peak.high)
 
 
 def worst_fit(ranks: Sequence[RankMemory], has: Range) -> Fit:
