@@ -212,7 +212,7 @@ def _check_experts(parallel: Parallel, count: int | None) -> None:
     if count is not None and count % parallel.expert:
         raise WrongInput(
             f"parallel.expert {parallel.expert} does not divide the model's {count} experts;"
-            f" {first_few([n for n in range(1, count + 1) if count % n == 0])} would"
+            f" {_divisors(count)} would"
         )
 
 

@@ -334,9 +334,7 @@ def test_the_cases_are_what_they_should_be(proving: Proving, texts: Path) -> Non
     """
     reference = proving.reference(recipe_of(texts, "lora"))
     crew = proving.prover._crew(2)
-    laid_out = reference.small_run.laid_out(
-        layout(replicate=2).parallel, layout().memory, texts / "looked-at"
-    )
+    laid_out = reference.small_run.laid_out(layout(replicate=2), texts / "looked-at")
     ranks = crew.run_named("looking", 60.0, faults.looked_at, laid_out)
     first, second = (rank["targets"] for rank in ranks)
     assert 0 in first

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from ingot.base.errors import WrongInput
 from ingot.base.progress import say
-from ingot.config.degrees import AXES
+from ingot.config.degrees import AXES, Degrees
 from ingot.config.recipe import Recipe
 from ingot.config.sections.layout import MemorySettings, Parallel, Recompute
 from ingot.parallel.schedules import ZERO_BUBBLE_SINCE
@@ -112,21 +112,20 @@ class Layout:
     memory: MemorySettings = field(default_factory=MemorySettings)
 
     @property
-    def processes(self) -> int:
-        return math.prod(self.degree(axis) for axis in AXES)
+    def degrees(self) -> Degrees:
+        return Degrees(**{axis: getattr(self.parallel, axis) for axis in (*AXES, "expert")})
 
-    def degree(self, axis: str) -> int:
-        return int(getattr(self.parallel, axis))
+    @property
+    def processes(self) -> int:
+        return self.degrees.world
 
     @property
     def name(self) -> str:
         """`shard 2 x tensor 2, 1f1b`; `one process` if nothing is distributed or recomputed."""
         parallel, recompute = self.parallel, self.memory.recompute
-        degrees = " x ".join(
-            f"{axis} {self.degree(axis)}" for axis in (*AXES, "expert") if self.degree(axis) > 1
-        )
         words = [
-            "kept" if self.degree("shard") > 1 and not parallel.reshard else "",
+            self.degrees.text(),
+            "kept" if self.degrees.shard > 1 and not parallel.reshard else "",
             "no sequence" if parallel.tensor > 1 and not parallel.sequence else "",
             parallel.schedule.replace("_", " ") if parallel.pipeline > 1 else "",
             f"virtual {parallel.virtual}" if parallel.virtual > 1 else "",
@@ -140,7 +139,7 @@ class Layout:
                 else ""
             ),
         ]
-        return ", ".join(word for word in (degrees, *words) if word) or "one process"
+        return ", ".join(word for word in words if word) or "one process"
 
 
 def layout(**knobs: Any) -> Layout:
@@ -251,8 +250,8 @@ def used_modes(own: Layout) -> list[str]:
         else "interleaved"
     )
     named = {
-        "replicate": own.degree("replicate"),
-        "shard": own.degree("shard"),
+        "replicate": own.degrees.replicate,
+        "shard": own.degrees.shard,
         "tensor": parallel.tensor,
         staged: parallel.pipeline,
         parallel.context_by: parallel.context,

@@ -18,7 +18,6 @@ import torch
 from ingot.base.errors import IngotError, WrongInput, differing
 from ingot.base.progress import Progress, say
 from ingot.base.storage import write_atomic
-from ingot.config.degrees import AXES, degrees_of
 from ingot.config.recipe import Recipe
 from ingot.config.sections.training import SGD, OptimizerSettings
 from ingot.config.shape import batch_plan, check_layout, check_pipeline
@@ -150,9 +149,7 @@ class LayoutProver:
             self._preload = (*self._preload, f"transformers.models.{name}.modeling_{name}")
         alone = Layout(small.small.parallel.model_copy(update={"replicate": 1}))
         # All rows in one micro-batch, so that accumulation is compared as well.
-        laid_out = small.laid_out(alone.parallel, alone.memory, self._next_folder()).with_train(
-            micro_batch=BATCH
-        )
+        laid_out = small.laid_out(alone, self._next_folder()).with_train(micro_batch=BATCH)
         still = train_alone(laid_out.with_train(optimizer=SGD(kind="sgd", lr=1e-6)))
         if not all(math.isfinite(number) and number > 0 for number in still.norms):
             raise WrongInput(
@@ -187,9 +184,7 @@ class LayoutProver:
         """
         began = time.monotonic()
         try:
-            laid_out = reference.small_run.laid_out(
-                layout.parallel, layout.memory, self._next_folder()
-            )
+            laid_out = reference.small_run.laid_out(layout, self._next_folder())
             _check_layout(laid_out, layout)
         except (WrongInput, ValueError) as error:
             return LayoutResult(layout, reason=_one_line(error), possible=False)
@@ -203,8 +198,9 @@ class LayoutProver:
                 seconds=time.monotonic() - began,
                 bounds=self._bounds,
             )
-        degrees = degrees_of(layout.parallel, layout.processes)
-        difference = compare(found, reference.single_process, degrees, layout.parallel.virtual)
+        difference = compare(
+            found, reference.single_process, layout.degrees, layout.parallel.virtual
+        )
         return LayoutResult(
             layout, difference, seconds=time.monotonic() - began, bounds=self._bounds
         )
@@ -322,7 +318,7 @@ def _report(recipe: Recipe, findings: Sequence[LayoutResult]) -> dict[str, Any]:
             {
                 "layout": one.layout.name,
                 "processes": one.layout.processes,
-                "degrees": {axis: one.layout.degree(axis) for axis in (*AXES, "expert")},
+                "degrees": asdict(one.layout.degrees),
                 "holds": one.holds,
                 "reason": one.reason or None,
                 "seconds": round(one.seconds, 2),

@@ -8,7 +8,6 @@ prepared ones, truncated, with ids modulo the small vocabulary.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -19,7 +18,7 @@ import numpy as np
 import torch
 
 from ingot.base.environment import Ranks
-from ingot.config.degrees import AXES, degrees_of
+from ingot.config.degrees import degrees_of
 from ingot.config.recipe import Recipe
 from ingot.config.sections.layout import MemorySettings, Parallel
 from ingot.config.sections.objective import TWO_ROWS
@@ -31,7 +30,7 @@ from ingot.models.spec import ModelSpec
 from ingot.parallel.mesh import Mesh
 from ingot.train.setup import TrainSetup, make_setup
 from ingot.verify.layout.models import VOCABULARY, small_spec, small_teacher
-from ingot.verify.layout.modes import scaled_layout
+from ingot.verify.layout.modes import Layout, scaled_layout
 
 SEQ_LEN = 48
 """The most tokens in a row; divisible by up to eight ranks with two chunks each."""
@@ -49,12 +48,12 @@ class SmallRun:
     teacher: Path | None
     seq_len: int
 
-    def laid_out(self, parallel: Parallel, memory: MemorySettings, folder: Path) -> SmallRun:
+    def laid_out(self, layout: Layout, folder: Path) -> SmallRun:
         """The same in another layout, with its output in `folder`. Raises ValueError for a layout
         that the recipe rules out.
         """
-        values = set_knobs(self.small)
-        data = degrees_of(parallel, _world(parallel)).data
+        values, parallel = set_knobs(self.small), layout.parallel
+        data = degrees_of(parallel, layout.processes).data
         # Several micro-batches, the last one partly empty, except for pipelines, which need full
         # ones.
         size = {1: 5, 2: 3}.get(data, 1)
@@ -62,7 +61,7 @@ class SmallRun:
             size = BATCH // data // max(4, int(parallel.pipeline)) or 1
         values |= {
             "parallel": parallel.model_dump(mode="json"),
-            "memory": memory.model_dump(mode="json"),
+            "memory": layout.memory.model_dump(mode="json"),
             "output": str(folder),
             "name": "small",
         }
@@ -131,11 +130,6 @@ def set_knobs(recipe: Recipe) -> dict[str, Any]:
     """
     values: dict[str, Any] = recipe.model_dump(mode="json", exclude_unset=True)
     return {**{section: {} for section in ("train", "precision", "checkpoint", "data")}, **values}
-
-
-def _world(parallel: Parallel) -> int:
-    """The number of processes of a layout without `auto`."""
-    return math.prod(int(getattr(parallel, axis)) for axis in AXES)
 
 
 def _small_recipe(recipe: Recipe, seq_len: int, teacher: Path | None) -> Recipe:
