@@ -21,15 +21,14 @@ from ingot.verify.layout.modes import (
     AXES,
     HUB_MODES,
     MODES,
-    PRODUCTS,
     Layout,
-    all_layouts,
     layout,
     mode_pairs,
 )
 from ingot.verify.layout.proof import LayoutResult
 from tests.objectives import ways
 from tests.parallel import faults
+from tests.parallel.products import PRODUCTS, all_layouts
 from tests.parallel.proving import Proving, recipe_of
 from tests.small import copy_of
 

@@ -28,7 +28,6 @@ from ingot.verify.layout.models import VOCABULARY, small_decoder, small_hub
 from ingot.verify.layout.modes import (
     HUB_MODES,
     MODES,
-    all_layouts,
     layout,
     layouts_for,
     mode_pairs,
@@ -40,6 +39,7 @@ from ingot.verify.layout.recipe import SEQ_LEN, cut_short, folded
 from ingot.verify.layout.steps import LayoutDifference, ParameterShard, RankResult, compare
 from tests.cli.commands import ingot
 from tests.models.hf import tiny as hub_tiny
+from tests.parallel.products import PAIRED, all_layouts
 from tests.small import small_recipe
 
 EQUAL = LayoutDifference(
@@ -241,7 +241,7 @@ def test_the_table_has_every_mode_every_pair_and_six_products() -> None:
     assert {"shard", "tensor", "pipeline"} in used
     assert {"context", "tensor", "shard"} in used
     assert {one.processes for one in all_layouts()} >= {2, 4, 8}
-    assert all(one.name in names for one in mode_pairs())
+    assert all(one.name in names for one in mode_pairs(PAIRED))
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -1,5 +1,5 @@
-"""The layouts that are compared with one process: every mode alone, every pair of modes, products
-of three and four.
+"""The layouts that are compared with one process: the recipe's own, every mode alone, and pairs of
+modes.
 """
 
 from __future__ import annotations
@@ -60,46 +60,6 @@ EXPERT_MODES: dict[str, dict[str, Any]] = {
 }
 """Ways to share the experts of a mixture, over each axis that they can be folded on."""
 
-PAIRED = (
-    "replicate",
-    "shard",
-    "tensor",
-    "1f1b",
-    "zero bubble",
-    "ring",
-    "ulysses",
-    "full",
-    "selective",
-)
-"""The modes that are tried in pairs, except two of the same knob."""
-
-PRODUCTS: tuple[dict[str, Any], ...] = (
-    {"shard": 4},
-    {"shard": 8},
-    {"tensor": 4},
-    {"pipeline": 4, "schedule": "1f1b"},
-    {"context": 4},
-    {"shard": 2, "tensor": 2, "pipeline": 2, "schedule": "1f1b"},
-    {"context": 2, "tensor": 2, "shard": 2},
-    {"context": 2, "context_by": "ulysses", "tensor": 2, "shard": 2},
-    {"replicate": 2, "shard": 2, "tensor": 2},
-    {"replicate": 2, "shard": 2, "context": 2},
-    {"replicate": 2, "shard": 2, "pipeline": 2, "schedule": "gpipe"},
-    {"tensor": 2, "context": 2, "pipeline": 2, "schedule": "1f1b"},
-    {"shard": 2, "context": 2, "pipeline": 2, "virtual": 2, "schedule": "interleaved"},
-    {
-        "shard": 2,
-        "tensor": 2,
-        "pipeline": 2,
-        "virtual": 2,
-        "schedule": "zero_bubble",
-        "reshard": False,
-    },
-    {"shard": 2, "reshard": False, "tensor": 2, "sequence": False, "recompute": "selective"},
-    {"shard": 2, "tensor": 4},
-)
-"""Layouts with more than two ranks along one axis, or with three or four modes together."""
-
 HUB_MODES = ("replicate", "shard", "kept", "hybrid")
 """The modes that models of transformers support."""
 
@@ -156,7 +116,7 @@ def layout(**knobs: Any) -> Layout:
     )
 
 
-def mode_pairs(modes: Sequence[str] = PAIRED) -> list[Layout]:
+def mode_pairs(modes: Sequence[str]) -> list[Layout]:
     """Every pair of these modes."""
     together = [
         (MODES[one], MODES[other])
@@ -164,17 +124,6 @@ def mode_pairs(modes: Sequence[str] = PAIRED) -> list[Layout]:
         if MODES[one].keys().isdisjoint(MODES[other])
     ]
     return unique(layout(**one, **other) for one, other in together)
-
-
-def all_layouts() -> list[Layout]:
-    """All layouts of this file."""
-    return unique(
-        [
-            *(layout(**knobs) for knobs in MODES.values()),
-            *mode_pairs(),
-            *(layout(**knobs) for knobs in PRODUCTS),
-        ]
-    )
 
 
 def layouts_for(recipe: Recipe) -> list[Layout]:
