@@ -25,12 +25,13 @@ from ingot.models.adapters.lora import add_lora
 from ingot.models.adapters.peft import save_adapter
 from ingot.models.generation.request import REPLACEMENT
 from ingot.models.generation.sampling import Sampling
-from ingot.models.generation.seq2seq import Seq2SeqRequest, generate
+from ingot.models.generation.seq2seq import Seq2SeqRequest
 from ingot.models.hf.models import Seq2Seq
 from ingot.models.native.decoder import Decoder
 from ingot.serve.native.model import LoadedModel, load
 from ingot.serve.predict import SUMMARY_TOKENS, predict
 from tests import tolerances
+from tests.models.generation.answers import generate
 from tests.models.hf.tiny import LABELS, write
 from tests.serve.running import Running, running
 from tests.serve.tiny import make_classifier, make_summarizer

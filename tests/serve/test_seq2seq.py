@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from ingot.models.generation.request import REPLACEMENT
-from ingot.models.generation.seq2seq import generate
 from ingot.models.hf.models import Seq2Seq
 from ingot.serve.native.model import LoadedModel, load
+from tests.models.generation.answers import generate
 from tests.serve.running import Running, running
 from tests.serve.tiny import make_summarizer
 

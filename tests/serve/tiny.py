@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from ingot.models.generation.seq2seq import generate
 from ingot.models.hf.models import HFModel
 from ingot.models.hf.tensorfile import save_weights
 from ingot.models.native.config import DecoderConfig
@@ -19,6 +18,7 @@ from ingot.models.native.decoder import Decoder
 from ingot.models.parameters import init_weights
 from ingot.tokenizers.bpe import train_bpe
 from ingot.tokenizers.tokenizer import Tokenizer
+from tests.models.generation.answers import generate
 from tests.models.hf.tiny import common, drawn, varied, write
 from tests.tokenizers.small import CHATML, bpe_files
 

@@ -15,7 +15,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from ingot.base.errors import WrongInput
 from ingot.config.recipe import Recipe
-from ingot.data.tokenizing.encode import _pairs, encode_framed
+from ingot.data.tokenizing.encode import _framed, _pairs
 from ingot.models.spec import _learnt_start
 from ingot.tokenizers.bpe import train_bpe
 from ingot.tokenizers.chats.templates import for_recipe
@@ -89,7 +89,7 @@ def check_theirs(folder: Path, ours: Tokenizer) -> None:
     theirs = AutoTokenizer.from_pretrained(folder)
     wanted = [theirs(text)["input_ids"] for text in PLAIN]
     assert [ours.encode_framed(text) for text in PLAIN] == wanted
-    flat, lengths = encode_framed(ours, PLAIN)
+    flat, lengths = _framed(ours.encode_batch, PLAIN, *ours.frame)
     assert (flat.tolist(), lengths.tolist()) == (
         [token for ids in wanted for token in ids],
         [len(ids) for ids in wanted],

@@ -276,13 +276,6 @@ def frame_of(documents: Documents, tokenizer: Tokenizer) -> tuple[list[int], lis
     return tokenizer.alone if documents == "labelled" else tokenizer.frame
 
 
-def encode_framed(
-    tokenizer: Tokenizer, texts: Sequence[str], encode_batch: EncodeBatch | None = None
-) -> tuple[Ids, Lengths]:
-    """`Tokenizer.encode_framed` of each text, in the same form."""
-    return _framed(encode_batch or tokenizer.encode_batch, texts, *tokenizer.frame)
-
-
 def _framed(
     encode_batch: EncodeBatch, texts: Sequence[str], before: Sequence[int], after: Sequence[int]
 ) -> tuple[Ids, Lengths]:

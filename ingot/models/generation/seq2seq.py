@@ -25,7 +25,7 @@ from ingot.models.generation.request import (
     check_ids,
 )
 from ingot.models.generation.rules import rules_of
-from ingot.models.generation.sampling import Sampling, UniformDraws, sample_tokens
+from ingot.models.generation.sampling import UniformDraws, sample_tokens
 from ingot.models.hf.config import HFConfig
 from ingot.models.hf.models import Seq2Seq
 
@@ -64,31 +64,6 @@ class Seq2SeqAnswer:
     ids: list[int]
     generated: int
     finish: FinishReason
-
-
-def generate(
-    model: Seq2Seq,
-    sources: Sequence[Sequence[int]],
-    max_tokens: int,
-    beams: int = 1,
-    temperature: float = 0.0,
-    top_p: float = 1.0,
-    seed: int | None = None,
-    eos: Collection[int] = (),
-) -> list[list[int]]:
-    """Generate the ids of a text for each source, in one batch. `eos`: tokens that end a text; the
-    model's own if empty.
-
-    Raises:
-        WrongInput: a source that the model cannot read, or settings that exclude each other.
-    """
-    requests = [
-        Seq2SeqRequest(source, max_tokens, Sampling(temperature, top_p, seed), (), beams)
-        for source in sources
-    ]
-    for request in requests:
-        check_seq2seq_request(request, model.config)
-    return [written.ids for written in answer_batch(model, requests, eos)] if requests else []
 
 
 @kernels_for_any_length

@@ -45,7 +45,6 @@ from ingot.train.optim.optimizers import make_optimizer
 from ingot.train.setup import TrainSetup
 from ingot.train.step import DropoutSeeds, StepContext, StepControl, train_step
 
-HOST = torch.device("cpu")
 CROWDING = 2.0
 """How many times its share of rows a rank's experts get at most, where ranks share experts: a
 guess, since it follows from what is read.

@@ -13,9 +13,10 @@ from torch import Tensor
 from ingot.base.errors import WrongInput
 from ingot.models.generation.request import Request
 from ingot.models.generation.sampling import Sampling, UniformDraws, sample_tokens
-from ingot.models.generation.seq2seq import Seq2SeqRequest, answer_batch, generate
+from ingot.models.generation.seq2seq import Seq2SeqRequest, answer_batch
 from ingot.models.generation.seq2seq_generator import Seq2SeqGenerator
 from ingot.models.hf.models import Seq2Seq
+from tests.models.generation.answers import generate
 from tests.models.hf.tiny import SEQ2SEQ, VOCAB, common, in_short, reference
 from tests.models.hf.tiny import varied as model_of
 

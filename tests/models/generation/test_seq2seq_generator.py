@@ -16,12 +16,13 @@ from ingot.config.models.types import PROVED
 from ingot.models.generation.loop import GenerationJob
 from ingot.models.generation.request import Completion, CompletionChunk, join_chunks
 from ingot.models.generation.sampling import Sampling
-from ingot.models.generation.seq2seq import Seq2SeqRequest, answer_batch, generate
+from ingot.models.generation.seq2seq import Seq2SeqRequest, answer_batch
 from ingot.models.generation.seq2seq_generator import READ_TOKENS, Seq2SeqGenerator
 from ingot.models.hf.config import read_hf_config
 from ingot.models.hf.loading import init_hf_model
 from ingot.models.hf.models import Seq2Seq
 from tests import tolerances
+from tests.models.generation.answers import generate
 from tests.models.generation.test_seq2seq import SOURCES, spell
 from tests.models.hf.shrunk import shrunk
 from tests.models.hf.tiny import SEQ2SEQ, VOCAB, in_short
