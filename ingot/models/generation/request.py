@@ -108,15 +108,10 @@ class CompletionChunk:
 
 
 @dataclass(frozen=True)
-class Completion:
-    """A whole completion; the fields are those of `CompletionChunk`."""
+class Completion(CompletionChunk):
+    """A whole completion, as one chunk."""
 
-    text: str
-    tokens: tuple[GeneratedToken, ...]
-    generated: int
     finish: FinishReason
-    prompt: tuple[PromptToken, ...] = ()
-    cached: int | None = None
 
 
 class DecoderLimits(Protocol):
@@ -180,14 +175,13 @@ def check_ids(ids: Sequence[int], config: DecoderLimits, what: str = "token") ->
 
 def join_chunks(pieces: Sequence[CompletionChunk]) -> Completion:
     """The whole completion from all chunks of one job; the last one has the finish reason."""
-    tokens = tuple(token for piece in pieces for token in piece.tokens)
     return Completion(
         "".join(piece.text for piece in pieces),
-        tokens,
+        tuple(token for piece in pieces for token in piece.tokens),
         pieces[-1].generated,
         pieces[-1].finish or "error",
-        pieces[0].prompt,
-        pieces[0].cached,
+        prompt=pieces[0].prompt,
+        cached=pieces[0].cached,
     )
 
 

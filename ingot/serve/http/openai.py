@@ -12,7 +12,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from ingot.models.generation.request import Completion, CompletionChunk, GeneratedToken
+from ingot.models.generation.request import CompletionChunk, GeneratedToken
 from ingot.serve.http.answers import EventStream, completions, json_answer
 from ingot.serve.http.bodies import CompletionBody
 from ingot.serve.http.chat import ChatBody
@@ -79,7 +79,7 @@ async def _complete(service: Service, body: CompletionBody, request: Request) ->
         for _ in range(body.n)
     ]
 
-    async def choice(index: int, part: CompletionChunk | Completion) -> dict[str, Any]:
+    async def choice(index: int, part: CompletionChunk) -> dict[str, Any]:
         if body.max_tokens == 0:  # one token was needed to read the prompt
             part = replace(part, text="", tokens=(), generated=0, finish="length")
         echo, echoes[index] = echoes[index], ""
@@ -123,9 +123,7 @@ class _ChatAnswer:
         self._calls = service.call_parser(body)
         self._marked = MarkedText({} if self._calls is None else service.tool_markers())
 
-    async def add(
-        self, index: int, part: CompletionChunk | Completion, *, whole: bool
-    ) -> dict[str, Any] | None:
+    async def add(self, index: int, part: CompletionChunk, *, whole: bool) -> dict[str, Any] | None:
         """The choice of a chunk, or of an answer if `whole`; None if there is nothing to say."""
         content, calls = part.text, list[ToolCallDelta]()
         if self._calls is not None:
@@ -263,7 +261,7 @@ def _head(prefix: str, kind: str, model: str) -> dict[str, Any]:
 
 def _usage(
     prompts: Sequence[Sequence[int]],
-    answers: Sequence[Completion | CompletionChunk],
+    answers: Sequence[CompletionChunk],
     *,
     unwritten: bool = False,
 ) -> dict[str, Any]:

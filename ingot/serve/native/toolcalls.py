@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ingot.base.errors import WrongInput
-from ingot.models.generation.request import Completion, CompletionChunk, overlap
+from ingot.models.generation.request import CompletionChunk, overlap
 
 ARGUMENTS = ("arguments", "parameters")
 FOREIGN = ("<function=", "<arg_key>", "<|tool_call>", "<｜tool")
@@ -365,7 +365,7 @@ class MarkedText:
     def __init__(self, markers: Mapping[int, str]) -> None:
         self._markers, self._start = markers, 0
 
-    def push(self, part: CompletionChunk | Completion) -> str:
+    def push(self, part: CompletionChunk) -> str:
         """The text of the next part."""
         pieces, place = [], 0
         for token in part.tokens:
