@@ -43,12 +43,12 @@ _BY_PROCESSORS = {
 class ServingContainer:
     """The container of one endpoint, in Vertex AI's terms.
 
-    `image` None: our own serving image. The route `predict` takes Vertex AI's `instances`, but for
+    `image` empty: our own serving image. The route `predict` takes Vertex AI's `instances`, but for
     an engine in RAW its own format (`question`). Both routes are always given: the service's
     defaults are the same path for both. No API key is used: an endpoint authenticates its callers.
     """
 
-    image: str | None
+    image: str
     command: tuple[str, ...]
     args: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -104,7 +104,9 @@ def container_of(recipe: Recipe) -> ServingContainer:
             settings = (
                 f"serve.{key}={json.dumps(value)}" for key, value in sorted(changed.items())
             )
-            return ServingContainer(serve.image, (), (f"serve.engine={serve.engine}", *settings))
+            return ServingContainer(
+                serve.image or "", (), (f"serve.engine={serve.engine}", *settings)
+            )
 
 
 SERVER_ARGUMENTS = (

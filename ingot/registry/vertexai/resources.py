@@ -42,7 +42,7 @@ def container_of(recipe: Recipe) -> ServingContainer:
             engine cannot use the machine or read the model.
     """
     engine, container = recipe.serve.engine, serving.container_of(recipe)
-    image = image_of(recipe.cloud, "serve") if container.image is None else container.image
+    image = container.image or image_of(recipe.cloud, "serve")
     found = _REGISTRY.match(image)
     if found is None:
         raise WrongInput(
