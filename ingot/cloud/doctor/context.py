@@ -14,6 +14,7 @@ from typing import Literal
 
 from ingot.base.errors import IngotError
 from ingot.cloud.clients import GoogleClients, call_api
+from ingot.cloud.doctor.finding import DoctorFinding
 from ingot.cloud.images import ImageKind
 from ingot.config.recipe import Recipe
 from ingot.config.sections.launch import Machine
@@ -165,19 +166,6 @@ would be `serviceAccount:...`.)
 
 
 @dataclass(frozen=True)
-class CloudFinding:
-    """One line of the report. `ok` None means unknown. `get` is a command that helps; `needed`: the
-    recipe cannot run without it.
-    """
-
-    what: str
-    ok: bool | None
-    found: str
-    get: str = ""
-    needed: bool = False
-
-
-@dataclass(frozen=True)
 class CheckContext:
     """The inputs of the checks."""
 
@@ -219,7 +207,7 @@ class CheckContext:
         return f"{self.number}-compute@developer.gserviceaccount.com"
 
 
-Check = Callable[[CheckContext], Iterable[CloudFinding]]
+Check = Callable[[CheckContext], Iterable[DoctorFinding]]
 
 
 def check_context(recipe: Recipe) -> CheckContext:
@@ -230,7 +218,7 @@ def check_context(recipe: Recipe) -> CheckContext:
     return CheckContext(recipe, google, needs_of(recipe))
 
 
-def run_checks(site: CheckContext, checks: Iterable[tuple[str, Check]]) -> list[CloudFinding]:
+def run_checks(site: CheckContext, checks: Iterable[tuple[str, Check]]) -> list[DoctorFinding]:
     """The findings of all checks, in order; each check has a name for the line shown if it cannot
     run.
     """
@@ -242,8 +230,8 @@ def run_checks(site: CheckContext, checks: Iterable[tuple[str, Check]]) -> list[
         ]
 
 
-def _run_check(site: CheckContext, name: str, check: Check) -> list[CloudFinding]:
-    found: list[CloudFinding] = []
+def _run_check(site: CheckContext, name: str, check: Check) -> list[DoctorFinding]:
+    found: list[DoctorFinding] = []
     try:
         for finding in check(site):
             found.append(finding)
@@ -252,7 +240,7 @@ def _run_check(site: CheckContext, name: str, check: Check) -> list[CloudFinding
     return found
 
 
-def unknown_finding(site: CheckContext, what: str, error: IngotError) -> CloudFinding:
+def unknown_finding(site: CheckContext, what: str, error: IngotError) -> DoctorFinding:
     """The line of a check that could not run."""
     text = str(error).split(": ", 1)[-1].rpartition(";")[0] or str(error)
     denied = "ermission" in text or "denied" in text
@@ -262,4 +250,4 @@ def unknown_finding(site: CheckContext, what: str, error: IngotError) -> CloudFi
         if denied
         else ""
     )
-    return CloudFinding(what, None, f"not known: {text}", get)
+    return DoctorFinding(what, None, f"not known: {text}", get)

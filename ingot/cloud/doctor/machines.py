@@ -9,7 +9,8 @@ import math
 from collections.abc import Iterator
 
 from ingot.cloud.clients import call_api, call_or_none
-from ingot.cloud.doctor.context import CheckContext, CloudFinding, MachineDemand
+from ingot.cloud.doctor.context import CheckContext, MachineDemand
+from ingot.cloud.doctor.finding import DoctorFinding
 from ingot.cloud.machines import accelerator_name, zones_of
 
 _SHARED_CPUS = {"n1", "e2", "f1", "g1"}
@@ -34,25 +35,25 @@ def metric_of(accelerator: str) -> str:
     return f"{plain}_GPUS"
 
 
-def types(site: CheckContext) -> Iterator[CloudFinding]:
+def types(site: CheckContext) -> Iterator[DoctorFinding]:
     """Check that machine type and accelerator both exist in at least one of the zones."""
     for demand in site.needs.machines:
         yield from _types(site, demand)
 
 
-def _types(site: CheckContext, demand: MachineDemand) -> Iterator[CloudFinding]:
+def _types(site: CheckContext, demand: MachineDemand) -> Iterator[DoctorFinding]:
     zones, kind = zones_of(site.google.cloud), demand.machine.type
     where = ", ".join(zones)
     having = [zone for zone in zones if _machine(site, zone, kind) is not None]
     what = f"machine type {kind} ({demand.why})"
     if having:
-        yield CloudFinding(what, True, f"in {', '.join(having)}")
+        yield DoctorFinding(what, True, f"in {', '.join(having)}")
     else:
         near = _nearest(site, "machine types", kind, zones)
         get = (
             f"gcloud compute machine-types list --zones={','.join(zones)} --project={site.project}"
         )
-        yield CloudFinding(
+        yield DoctorFinding(
             what,
             False,
             f"not in {where}{near}",
@@ -87,7 +88,7 @@ def _types(site: CheckContext, demand: MachineDemand) -> Iterator[CloudFinding]:
         f"gcloud compute accelerator-types list --project={site.project}   # then set"
         f" {demand.why}.accelerator, cloud.zone or cloud.region"
     )
-    yield CloudFinding(f"accelerator {name} ({demand.why})", bool(both), status, get, needed=True)
+    yield DoctorFinding(f"accelerator {name} ({demand.why})", bool(both), status, get, needed=True)
 
 
 def _machine(site: CheckContext, zone: str, kind: str) -> object | None:
@@ -113,7 +114,7 @@ def _nearest(site: CheckContext, service: str, name: str, zones: list[str]) -> s
     return f"; near are {', '.join(near)}" if near else ""
 
 
-def quotas(site: CheckContext) -> Iterator[CloudFinding]:
+def quotas(site: CheckContext) -> Iterator[DoctorFinding]:
     """Check that the free quota of Compute Engine for CPUs and GPUs covers each demand of the
     recipe, one by one.
     """
@@ -123,7 +124,7 @@ def quotas(site: CheckContext) -> Iterator[CloudFinding]:
             "gcloud beta quotas info list --service=aiplatform.googleapis.com"
             f" --project={site.project} --filter='quotaId~Custom'"
         )
-        yield CloudFinding(
+        yield DoctorFinding(
             "quota of Vertex AI", None, "not asked: Vertex AI counts its machines by itself", get
         )
     if not lent:
@@ -190,7 +191,7 @@ def _quota(
     metric: str,
     count: int,
     limits: dict[str, tuple[float, float]],
-) -> CloudFinding:
+) -> DoctorFinding:
     what = f"quota {metric} ({demand.why})"
     worldwide = metric == "GPUS_ALL_REGIONS"
     name = metric.replace("_", "-") + ("-per-project" if worldwide else "-per-project-region")
@@ -200,14 +201,14 @@ def _quota(
             "gcloud beta quotas info list --service=compute.googleapis.com"
             f" --project={site.project} --filter='quotaId~{metric.replace('_', '-')}'"
         )
-        return CloudFinding(what, None, f"{count} needed; Compute Engine tells no limit", get)
+        return DoctorFinding(what, None, f"{count} needed; Compute Engine tells no limit", get)
     limit, usage = limits[metric]
     enough = limit - usage >= count
     get = (
         f"gcloud beta quotas preferences create --service=compute.googleapis.com --quota-id={name}"
         f" --preferred-value={math.ceil(usage) + count}{where} --project={site.project}"
     )
-    return CloudFinding(
+    return DoctorFinding(
         what,
         enough,
         f"{count} needed, {max(0.0, limit - usage):g} of {limit:g} free",

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Iterator
 
 from ingot.base.errors import WrongInput
 from ingot.cloud.clients import call_api
-from ingot.cloud.doctor.context import APIS, CALLER, CheckContext, CloudFinding, Use
+from ingot.cloud.doctor.context import APIS, CALLER, CheckContext, Use
+from ingot.cloud.doctor.finding import DoctorFinding
 
 ACCOUNT_ROLES: dict[str, tuple[str, tuple[Use, ...]]] = {
     "roles/bigquery.jobUser": ("BigQuery Job User", ("bigquery",)),
@@ -59,7 +60,7 @@ CALLER_MAY: dict[str, tuple[str, str, tuple[Use, ...]]] = {
 }
 
 
-def project(site: CheckContext) -> Iterator[CloudFinding]:
+def project(site: CheckContext) -> Iterator[DoctorFinding]:
     what = f"project {site.project}"
     try:
         number = site.number
@@ -72,12 +73,12 @@ def project(site: CheckContext) -> Iterator[CloudFinding]:
             if disabled
             else "gcloud projects list"
         )
-        yield CloudFinding(what, None if disabled else False, text, get, needed=not disabled)
+        yield DoctorFinding(what, None if disabled else False, text, get, needed=not disabled)
         return
-    yield CloudFinding(what, True, f"number {number}")
+    yield DoctorFinding(what, True, f"number {number}")
 
 
-def services(site: CheckContext) -> Iterator[CloudFinding]:
+def services(site: CheckContext) -> Iterator[DoctorFinding]:
     """Required services must be enabled; the other common ones are listed as well."""
     listed = [
         name
@@ -98,7 +99,7 @@ def services(site: CheckContext) -> Iterator[CloudFinding]:
         why = site.needs.why(uses)
         on = states.get(name) == "ENABLED"
         get = f"gcloud services enable {name} --project={site.project}"
-        yield CloudFinding(
+        yield DoctorFinding(
             f"service {title}", on, "on" if on else _off(why), get, needed=why is not None
         )
 
@@ -107,7 +108,7 @@ def _off(why: str | None) -> str:
     return f"not enabled, and {why} needs it" if why else "not enabled; this recipe does without it"
 
 
-def account_roles(site: CheckContext) -> Iterable[CloudFinding]:
+def account_roles(site: CheckContext) -> Iterable[DoctorFinding]:
     """The roles that the project grants the jobs' account. Those inherited from a folder or an
     organisation are not visible here.
     """
@@ -141,10 +142,10 @@ def account_roles(site: CheckContext) -> Iterable[CloudFinding]:
                 " organisation grants is not seen here)"
             )
         )
-        yield CloudFinding(f"{account}: {title}", has, found, get, needed=True)
+        yield DoctorFinding(f"{account}: {title}", has, found, get, needed=True)
 
 
-def caller_rights(site: CheckContext) -> Iterable[CloudFinding]:
+def caller_rights(site: CheckContext) -> Iterable[DoctorFinding]:
     """The caller's permissions, wherever they come from."""
     wanted = {name: about for name, about in CALLER_MAY.items() if site.needs.why(about[2])}
     if not wanted:
@@ -161,7 +162,7 @@ def caller_rights(site: CheckContext) -> Iterable[CloudFinding]:
             f"gcloud projects add-iam-policy-binding {site.project} --member={CALLER} --role={role}"
             " --condition=None"
         )
-        yield CloudFinding(
+        yield DoctorFinding(
             f"you: {title}",
             has,
             f"{name}" if has else f"you lack {name}, and {site.needs.why(uses)} needs it",
@@ -170,7 +171,7 @@ def caller_rights(site: CheckContext) -> Iterable[CloudFinding]:
         )
 
 
-def acting(site: CheckContext) -> Iterable[CloudFinding]:
+def acting(site: CheckContext) -> Iterable[DoctorFinding]:
     """Starting jobs that run as an account requires the permission to act as it."""
     if (
         site.needs.why(("compute", "vertex", "dataproc", "dataflow", "tpu")) is None
@@ -190,7 +191,7 @@ def acting(site: CheckContext) -> Iterable[CloudFinding]:
     )
     has = "iam.serviceAccounts.actAs" in answer.permissions
     # The permission may be granted on the account alone, which the project's policy does not show.
-    yield CloudFinding(
+    yield DoctorFinding(
         f"you: act as {account}",
         True if has else None,
         "may be acted as" if has else "not granted by the project; the account itself may",

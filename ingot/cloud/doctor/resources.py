@@ -13,9 +13,9 @@ from ingot.cloud.clients import call_api, call_or_none
 from ingot.cloud.doctor.context import (
     CALLER,
     CheckContext,
-    CloudFinding,
     unknown_finding,
 )
+from ingot.cloud.doctor.finding import DoctorFinding
 from ingot.cloud.images import untagged_name
 from ingot.cloud.regions import serves_region
 from ingot.cloud.secrets import parse_reference, resolve_secrets
@@ -36,7 +36,7 @@ OBJECT_ROLES = {
 }
 
 
-def bucket(site: CheckContext) -> Iterator[CloudFinding]:
+def bucket(site: CheckContext) -> Iterator[DoctorFinding]:
     """Check that the bucket exists, is close, and is accessible to the caller and the jobs'
     account.
     """
@@ -44,7 +44,7 @@ def bucket(site: CheckContext) -> Iterator[CloudFinding]:
     make = _make_bucket(site, name or "BUCKET")
     if name is None:
         if why:
-            yield CloudFinding(
+            yield DoctorFinding(
                 "bucket",
                 False,
                 f"none is set, and {why} needs one",
@@ -58,7 +58,7 @@ def bucket(site: CheckContext) -> Iterator[CloudFinding]:
         found = client.get_bucket(name, retry=None, timeout=BUCKET_S)
     except Exception as error:
         if getattr(error, "code", None) == 404:
-            yield CloudFinding(what, False, "does not exist", make, needed=True)
+            yield DoctorFinding(what, False, "does not exist", make, needed=True)
         else:
             yield unknown_finding(site, what, translate_error(error, url, "look at", BUCKET_S))
         return
@@ -66,12 +66,12 @@ def bucket(site: CheckContext) -> Iterator[CloudFinding]:
     yield from _bucket_rights(site, found, what)
 
 
-def _bucket_nearness(site: CheckContext, found: Any, what: str) -> CloudFinding:
+def _bucket_nearness(site: CheckContext, found: Any, what: str) -> DoctorFinding:
     """Whether the bucket is where jobs compute."""
     location, regions = found.location or "", tuple(found.data_locations or ())
     near = serves_region(location, site.region, regions)
     where = f"in {'+'.join(regions) or location}"
-    return CloudFinding(
+    return DoctorFinding(
         what,
         near,
         where if near else f"{where}, not where cloud.region {site.region} computes",
@@ -87,7 +87,7 @@ def _make_bucket(site: CheckContext, name: str) -> str:
     )
 
 
-def _bucket_rights(site: CheckContext, found: Any, what: str) -> Iterator[CloudFinding]:
+def _bucket_rights(site: CheckContext, found: Any, what: str) -> Iterator[DoctorFinding]:
     """Check the caller's rights on the bucket, and then those of the jobs' account."""
     url = f"gs://{found.name}"
     try:
@@ -104,7 +104,7 @@ def _bucket_rights(site: CheckContext, found: Any, what: str) -> Iterator[CloudF
         f"gcloud storage buckets add-iam-policy-binding {url} --role=roles/storage.objectUser"
         " --member="
     )
-    yield CloudFinding(
+    yield DoctorFinding(
         f"{what}: your rights",
         not lacking,
         "read and write" if not lacking else f"you lack {', '.join(lacking)}",
@@ -116,7 +116,7 @@ def _bucket_rights(site: CheckContext, found: Any, what: str) -> Iterator[CloudF
 
 def _bucket_of_account(
     site: CheckContext, found: Any, what: str, grant: str
-) -> Iterator[CloudFinding]:
+) -> Iterator[DoctorFinding]:
     """Check the account's roles on the bucket and on the project; either suffices."""
     member = f"serviceAccount:{site.account}"
     try:
@@ -138,7 +138,7 @@ def _bucket_of_account(
     roles = {binding["role"] for binding in bindings if member in binding["members"]}
     roles |= {binding.role for binding in policy.bindings if member in binding.members}
     has = bool(roles & OBJECT_ROLES)
-    yield CloudFinding(
+    yield DoctorFinding(
         f"{what}: rights of {site.account}",
         has,
         "read and write" if has else "may not write there by the bucket's or the project's roles",
@@ -147,7 +147,7 @@ def _bucket_of_account(
     )
 
 
-def repository(site: CheckContext) -> Iterator[CloudFinding]:
+def repository(site: CheckContext) -> Iterator[DoctorFinding]:
     """Check the repository and the images in it that jobs will run."""
     name, why = site.google.cloud.repository, site.needs.why(("images",))
     make = (
@@ -156,7 +156,7 @@ def repository(site: CheckContext) -> Iterator[CloudFinding]:
     )
     if name is None:
         if why:
-            yield CloudFinding(
+            yield DoctorFinding(
                 "repository",
                 False,
                 f"none is set, and {why} needs its images",
@@ -182,7 +182,7 @@ def repository(site: CheckContext) -> Iterator[CloudFinding]:
             else f"not in {site.region}"
         )
     )
-    yield CloudFinding(what, docker, status, make, needed=why is not None)
+    yield DoctorFinding(what, docker, status, make, needed=why is not None)
     for kind, reason in site.needs.images.items() if docker else ():
         built = call_or_none(
             client.get_tag,
@@ -200,7 +200,7 @@ def repository(site: CheckContext) -> Iterator[CloudFinding]:
             f" {' '.join(f'cloud.{knob}={value}' for knob, value in settings.items())}"
         )
         status = "built" if built else f"not built yet, and {reason} runs it"
-        yield CloudFinding(
+        yield DoctorFinding(
             f"image {untagged_name(site.google.cloud, kind)}",
             built is not None,
             status,
@@ -209,7 +209,7 @@ def repository(site: CheckContext) -> Iterator[CloudFinding]:
         )
 
 
-def subnetwork(site: CheckContext) -> Iterator[CloudFinding]:
+def subnetwork(site: CheckContext) -> Iterator[DoctorFinding]:
     """Check the subnetwork. Machines of managed Spark have no external addresses, and reach
     Google's services only if the subnetwork has Private Google Access.
     """
@@ -231,7 +231,7 @@ def subnetwork(site: CheckContext) -> Iterator[CloudFinding]:
             f"gcloud compute networks subnets create {short} --network={network}"
             f" --range=10.0.0.0/20 --enable-private-ip-google-access {place}"
         )
-        yield CloudFinding(what, False, f"not in {site.region}", make, needed=True)
+        yield DoctorFinding(what, False, f"not in {site.region}", make, needed=True)
         return
     private = bool(found.private_ip_google_access)
     status = "there" + (
@@ -242,10 +242,10 @@ def subnetwork(site: CheckContext) -> Iterator[CloudFinding]:
     get = (
         f"gcloud compute networks subnets update {short} --enable-private-ip-google-access {place}"
     )
-    yield CloudFinding(what, private or not spark, status, get, needed=True)
+    yield DoctorFinding(what, private or not spark, status, get, needed=True)
 
 
-def secrets(site: CheckContext) -> Iterator[CloudFinding]:
+def secrets(site: CheckContext) -> Iterator[DoctorFinding]:
     """Check that each secret can be read; values are not shown."""
     for variable, reference in site.google.cloud.secrets.items():
         what = f"secret for ${variable}"
@@ -254,7 +254,7 @@ def secrets(site: CheckContext) -> Iterator[CloudFinding]:
             resolve_secrets(site.google, {variable: reference})
         except WrongInput as error:
             status, _, get = str(error).rpartition("; ")
-            yield CloudFinding(
+            yield DoctorFinding(
                 what,
                 False,
                 status,
@@ -265,10 +265,10 @@ def secrets(site: CheckContext) -> Iterator[CloudFinding]:
         except Failed as error:
             yield unknown_finding(site, what, error)
             continue
-        yield CloudFinding(what, True, f"{name} can be read")
+        yield DoctorFinding(what, True, f"{name} can be read")
 
 
-def tensorboard(site: CheckContext) -> Iterator[CloudFinding]:
+def tensorboard(site: CheckContext) -> Iterator[DoctorFinding]:
     """Check the managed TensorBoard, which must be in the region of the jobs."""
     given = site.google.cloud.tensorboard
     if given is None:
@@ -280,14 +280,14 @@ def tensorboard(site: CheckContext) -> Iterator[CloudFinding]:
         f" --project={site.project}   # then set cloud.tensorboard to its id"
     )
     if f"/locations/{site.region}/" not in name:
-        yield CloudFinding(what, False, f"{given} is not in {site.region}", make, needed=True)
+        yield DoctorFinding(what, False, f"{given} is not in {site.region}", make, needed=True)
         return
     found = call_or_none(
         site.google.client("tensorboards").get_tensorboard,
         "look at the TensorBoard",
         request={"name": name},
     )
-    yield CloudFinding(
+    yield DoctorFinding(
         what,
         found is not None,
         f"{found.display_name}, in {site.region}" if found else f"not in {site.region}",
