@@ -19,23 +19,17 @@ def plan_json(plan: RunPlan) -> dict[str, Any]:
     """The plan as plain values. A range is `{low, likely, high, origin}`; what is not known is
     `{unknown: what would tell it}`. Bytes, seconds, US dollars, kWh.
     """
-    place = {
-        name: plain(value)
-        for name, value in (
-            (each.name, getattr(plan.place, each.name)) for each in fields(plan.place)
-        )
-        if name != "device"
-    }
-    place["device"] = None if plan.place.device is None else plan.place.device.name
+    place, device = plain(plan.place), plan.place.device
+    del place["device"]  # of all that is known of its type the name is told
     memory: Any = plain(plan.memory)
     if not isinstance(plan.memory, Unknown):
         memory = [_rank_json(rank, plan.place.device_bytes) for rank in plan.memory]
-    cost = {each.name: plain(getattr(plan.cost, each.name)) for each in fields(plan.cost)}
     return {
         "schema": SCHEMA,
         "name": plan.recipe.name,
         "knobs": plan.recipe.select(RECORDED),
-        "place": place | {"world": plan.place.world},
+        "place": place
+        | {"device": None if device is None else device.name, "world": plan.place.world},
         "coefficients": _coefficients_json(plan.place),
         "compared_with_gpu": plan.compared_with_gpu,
         "weights": plain(plan.size),
@@ -44,7 +38,7 @@ def plan_json(plan: RunPlan) -> dict[str, Any]:
         "step": plain(plan.step),
         "data": plain(plan.sample),
         "preparation": plain(plan.preparation),
-        "run": cost,
+        "run": plain(plan.cost),
         "findings": [asdict(finding) for finding in plan.findings],
     }
 
