@@ -302,14 +302,12 @@ def call_api(
             raise error.cause or error from error
 
 
-def list_all(
-    call: Callable[..., Any], what: str, *, missing: str = "", denied: str = "", **request: Any
-) -> list[Any]:
+def list_all(call: Callable[..., Any], what: str, *, denied: str = "", **request: Any) -> list[Any]:
     """What a client's method lists, on all pages, which are requested while iterating. Raises as
     `google_errors` does.
     """
-    with google_errors(what, missing=missing, denied=denied):
-        return list(call_api(call, what, missing=missing, denied=denied, **request))
+    with google_errors(what, denied=denied):
+        return list(call_api(call, what, denied=denied, **request))
 
 
 def call_or_none(call: Callable[..., Any], what: str, **request: Any) -> Any | None:

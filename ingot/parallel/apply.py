@@ -179,7 +179,7 @@ def finish_wrapping(model: nn.Module, mesh: Mesh) -> nn.Module:
     )
 
 
-def compute_weights_dtype(model: AnyModel, mesh: Mesh, how: WrapSettings) -> torch.dtype | None:
+def compute_weights_dtype(model: AnyModel, how: WrapSettings) -> torch.dtype | None:
     """The dtype for weights that this rank holds whole, so that they are not cast for each product;
     None leaves them unchanged.
     """
@@ -207,7 +207,7 @@ def make_masters(model: AnyModel, mesh: Mesh, how: WrapSettings) -> Masters:
         model,
         mesh,
         shared=tied_across_stages(model),
-        working=compute_weights_dtype(model, mesh, how),
+        working=compute_weights_dtype(model, how),
         stochastic=how.precision.master == "stochastic",
         on_host=how.memory.offload.optimizer,
     )

@@ -126,7 +126,7 @@ def make_plan(
         size,
         preparation_cost(recipe, None if known_sample is None else known_sample.text_bytes),
         cost,
-        [*_judge_memory(recipe, place, memory), *slow, *judge_loading(step), *judged],
+        [*_judge_memory(place, memory), *slow, *judge_loading(step), *judged],
     )
 
 
@@ -297,7 +297,7 @@ def _flops(recipe: Recipe, config: Mapping[str, Any] | None) -> float | None:
 
 
 def _judge_memory(
-    recipe: Recipe, place: PlannedPlace, memory: tuple[RankMemory, ...] | Unknown
+    place: PlannedPlace, memory: tuple[RankMemory, ...] | Unknown
 ) -> list[PlanFinding]:
     if isinstance(memory, Unknown):
         return [PlanFinding("not checked", "memory", f"whether it fits: needs {memory.needs}")]

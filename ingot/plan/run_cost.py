@@ -153,7 +153,7 @@ def cost_of(inputs: RunInputs) -> RunCost:
     held_out = held_out_rows(recipe, inputs.rows)
     evaluation_s = times(step_s, evaluation_share(recipe, place.world, held_out))
     per_rank = rank_costs(place, checkpoint)
-    start_s = _start(recipe, place, per_rank)
+    start_s = _start(recipe, per_rank)
     pause_s = plus(times(saves, waits_s), times(evaluations, evaluation_s))
     restart_s = _restart(start_s, per_rank, _gap(work_s, saves))
     busy_s = plus(work_s, pause_s)
@@ -273,7 +273,7 @@ def _gap(work_s: Estimate, saves: Estimate) -> Estimate:
     return Range(gaps[0], gaps[1], gaps[2], work_s.origin)
 
 
-def _start(recipe: Recipe, place: PlannedPlace, costs: tuple[PerRank, ...]) -> Range:
+def _start(recipe: Recipe, costs: tuple[PerRank, ...]) -> Range:
     machines = MACHINES_START_S.get(recipe.launch.kind, Range(0.0, 5.0, 120.0, "guessed"))
     compiling = Range(20.0, 60.0, 300.0, "guessed") if recipe.train.compile else Range.exactly(0.0)
     meeting = sum((cost.seconds for cost in costs if cost.what == RENDEZVOUS), Range.exactly(0.0))

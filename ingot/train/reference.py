@@ -196,7 +196,7 @@ def _open(setup: TrainSetup, model_spec: ModelSpec, mesh: Mesh) -> AnyModel:
     if origin is not None:
         load_checkpoint(origin, Masters(model, mesh), None, mesh, otherwise=OF_ONE_MODEL)
     model.eval().requires_grad_(False)
-    dtype = compute_weights_dtype(model, mesh, how)
+    dtype = compute_weights_dtype(model, how)
     if dtype is not None and isinstance(model, Decoder):
         narrow_frozen(model, dtype)
     return model
