@@ -126,6 +126,7 @@ def leave(code: int, *, at_once: bool = False) -> NoReturn:
     sys.exit(code)
 
 
-def one_line(error: object, most: int = 300) -> str:
-    """What an error says, in one line of `most` characters."""
-    return " ".join(str(error).split())[:most]
+def one_line(error: object, most: int = 300, *, kind: bool = False) -> str:
+    """What an error says, in one line of `most` characters; `kind`: behind the name of its type."""
+    said = f"{type(error).__name__}: {error}" if kind else str(error)
+    return " ".join(said.split())[:most]

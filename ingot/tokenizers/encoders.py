@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ingot.base.errors import WrongInput
+from ingot.base.errors import WrongInput, one_line
 from ingot.tokenizers.backend import TokenBatch
 from ingot.tokenizers.edge_cases import FIXED, edge_case_texts, first_difference
 from ingot.tokenizers.tokenizer import Tokenizer
@@ -237,7 +237,7 @@ def _open(library: EncoderLibrary, text: str | None, reference: str) -> EncodeBa
     except BaseException as error:
         if not _is_library_error(error):
             raise
-        return f"does not support this tokenizer ({_one_line(error)})"
+        return f"does not support this tokenizer ({one_line(error, 160, kind=True)})"
 
 
 def _measure(fast: EncodeBatch, trials: Sequence[tuple[Sequence[str], TokenBatch]]) -> float | str:
@@ -252,7 +252,7 @@ def _measure(fast: EncodeBatch, trials: Sequence[tuple[Sequence[str], TokenBatch
         except BaseException as error:
             if not _is_library_error(error):
                 raise
-            return f"fails on the texts it was tried on ({_one_line(error)})"
+            return f"fails on the texts it was tried on ({one_line(error, 160, kind=True)})"
         speed = _megabytes(texts) / max(time.process_time() - began, 1e-9)
         if trouble := first_difference(texts, wanted, found):
             return trouble
@@ -281,7 +281,3 @@ def _is_library_error(error: BaseException) -> bool:
     own kind.
     """
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:160]

@@ -312,7 +312,7 @@ def _how_rows_mix(model: CausalModel) -> str | None:
         alone = torch.cat([_tried_logits(model.inner, [prompt], ids) for prompt in prompts])
         together = _tried_logits(model.inner, prompts, ids)
     except Exception as error:  # each model class has exceptions of its own
-        return " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        return one_line(error, 200, kind=True)
     rounding = torch.finfo(model.inner.dtype).eps ** 0.5
     apart, differ = ((alone - other).abs().max() for other in (together, alone.flip(0)))
     return None if apart <= rounding * differ else "its logits change with those beside it"

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ingot.base.errors import WrongInput, some_of
+from ingot.base.errors import WrongInput, one_line, some_of
 from ingot.config.models.rotary import overridden
 from ingot.config.models.source import ModelKind, model_config
 from ingot.config.recipe import Recipe
@@ -149,7 +149,9 @@ def open_transformers(
             folder, dtype=torch.float32, local_files_only=True, output_loading_info=True, **asked
         )
     except Exception as error:  # each architecture fails in its own way
-        raise CannotOpen(f"transformers does not open {folder} ({_one_line(error)})") from None
+        raise CannotOpen(
+            f"transformers does not open {folder} ({one_line(error, kind=True)})"
+        ) from None
     missing = [name for name in sorted(about["missing_keys"]) if not is_within(name, held)]
     surplus = [] if held else sorted(about["unexpected_keys"])
     wrong = [f"{name} is missing" for name in missing]
@@ -179,7 +181,7 @@ def open_adapter(base: TransformersModel, adapter: Path) -> TransformersModel | 
                 base.kind, peft.PeftModel.from_pretrained(base.inner, str(adapter)).eval()
             )
     except Exception as error:  # PEFT raises exceptions of many kinds
-        raise CannotOpen(f"PEFT does not open {adapter} ({_one_line(error)})") from None
+        raise CannotOpen(f"PEFT does not open {adapter} ({one_line(error, kind=True)})") from None
 
 
 def chat_ids(folder: Path, chats: Sequence[Chat]) -> list[list[int]]:
@@ -204,7 +206,7 @@ def chat_ids(folder: Path, chats: Sequence[Chat]) -> list[list[int]]:
         ]
     except Exception as error:  # Jinja's errors among them
         raise CannotOpen(
-            f"transformers does not write chats with {folder} ({_one_line(error)})"
+            f"transformers does not write chats with {folder} ({one_line(error, kind=True)})"
         ) from None
 
 
@@ -215,10 +217,6 @@ def _transformers() -> Any:
     library.utils.logging.set_verbosity_error()
     library.utils.logging.disable_progress_bar()
     return library
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
 CHAT_TEMPLATE = "chat template"
