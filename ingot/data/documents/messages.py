@@ -353,6 +353,12 @@ def check_learned(answer: Iterable[Message], name: str) -> None:
         )
 
 
+def check_asks(prompt: Iterable[Message]) -> None:
+    """Refuse a prompt in which nothing is asked and no tool answers."""
+    if not any(message["role"] in ("user", "tool") and has_content(message) for message in prompt):
+        raise RecordError("no prompt")
+
+
 def has_content(message: Message) -> bool:
     """Whether a message has text or tool calls."""
     return bool(message["content"].strip() or message.get("tool_calls"))

@@ -21,6 +21,7 @@ from ingot.data.documents.messages import (
     ColumnNames,
     Message,
     RecordError,
+    check_asks,
     check_columns,
     check_learned,
     column,
@@ -115,10 +116,7 @@ def _checked(found: Preference) -> Preference:
         check_learned(side, name)
     if found.chosen == found.rejected:
         raise RecordError("chosen and rejected are equal")
-    if not any(
-        message["role"] in ("user", "tool") and has_content(message) for message in found.prompt
-    ):
-        raise RecordError("no prompt")
+    check_asks(found.prompt)
     return found
 
 

@@ -19,6 +19,7 @@ from ingot.data.documents.messages import (
     ColumnNames,
     Message,
     RecordError,
+    check_asks,
     check_columns,
     check_learned,
     column,
@@ -161,8 +162,5 @@ def _checked(found: Rated) -> Rated:
         if (role := found.answer[place]["role"]) != "assistant":
             raise RecordError("no answer of the assistant", f"it is a {role} turn")
     check_learned(found.answer, "answer")
-    if not any(
-        message["role"] in ("user", "tool") and has_content(message) for message in found.prompt
-    ):
-        raise RecordError("no prompt")
+    check_asks(found.prompt)
     return found
