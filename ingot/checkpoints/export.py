@@ -194,17 +194,7 @@ def copy_model(
             exists and `overwrite` is not set (or it is not a model folder, so that other files
             would be lost).
     """
-    if target.exists() and not overwrite:
-        raise WrongInput(f"{target} exists; choose another folder, or add --overwrite")
-    if (
-        target.exists()
-        and not (target / CONFIG).exists()
-        and (target.is_file() or any(target.iterdir()))
-    ):
-        raise WrongInput(
-            f"{target} is no model folder, and --overwrite replaces only those; choose another"
-            " folder"
-        )
+    _check_target(target, "model folder", _is_model_or_empty, overwrite=overwrite)
     base = base_folder(source) if is_adapter(source) else source
     config = None if is_meta(source) else model_config(base)
     # The tokenizer first: the weights may be many gigabytes.
@@ -249,17 +239,30 @@ def copy_adapter(source: Path, target: Path, *, overwrite: bool) -> None:
         WrongInput: `source` is not an adapter or does not fit, or `target` exists and `overwrite`
             is not set (or it is not an adapter).
     """
-    if target.exists() and not overwrite:
-        raise WrongInput(f"{target} exists; choose another folder, or add --overwrite")
-    if target.exists() and not is_adapter(target):
-        raise WrongInput(
-            f"{target} is no adapter, and --overwrite replaces only those; choose another folder"
-        )
+    _check_target(target, "adapter", is_adapter, overwrite=overwrite)
     open_model(source, device=torch.device("cpu"))
     with atomic_folder(target) as partial:
         for file in sorted(source.iterdir()):
             if file.is_file():
                 shutil.copyfile(file, partial / file.name)
+
+
+def _check_target(
+    target: Path, kind: str, is_one: Callable[[Path], bool], *, overwrite: bool
+) -> None:
+    """Raises WrongInput if what lies at `target` may not be replaced."""
+    if not target.exists():
+        return
+    if not overwrite:
+        raise WrongInput(f"{target} exists; choose another folder, or add --overwrite")
+    if not is_one(target):
+        raise WrongInput(
+            f"{target} is no {kind}, and --overwrite replaces only those; choose another folder"
+        )
+
+
+def _is_model_or_empty(folder: Path) -> bool:
+    return (folder / CONFIG).exists() or (folder.is_dir() and not any(folder.iterdir()))
 
 
 def _opened(source: Path, config: Mapping[str, Any] | None, *, check: bool) -> tuple[AnyModel, str]:
