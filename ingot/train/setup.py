@@ -240,16 +240,12 @@ def make_setup(recipe: Recipe, mesh: Mesh, *, fresh: bool = False) -> TrainSetup
     if holds_out:
         _check_tracked_sources(recipe, prepared, len(held_out))
     check_formats(recipe, model_spec.kind, batch, mesh.degrees, compute, mesh.device)
-    identity: dict[str, Any] = {
-        **content_identity(recipe),
-        "precision.compute": compute,
+    identity = {
+        **_identity(recipe, compute, mesh.device),
         "data": rows.fingerprint,
         **({"held_out": held_out.fingerprint} if stops_by_held_out(recipe) else {}),
         "tokenizer": tokenizer.identity(),
     }
-    if isinstance(optimizer := recipe.train.optimizer, Muon):
-        iteration = fast_compute(optimizer.compute, mesh.device)
-        identity["train.optimizer"] = {**identity["train.optimizer"], "compute": iteration}
     begun = Beginning(None, recipe.train.start_step or 0, 0)
     if recipe.train.start_from is not None:
         begun = mesh.from_main(lambda: find_beginning(recipe, identity, fresh=fresh))
@@ -271,6 +267,15 @@ def make_setup(recipe: Recipe, mesh: Mesh, *, fresh: bool = False) -> TrainSetup
         begun.data_begin,
         (made or {}).get("model_hash"),
     )
+
+
+def _identity(recipe: Recipe, compute: Compute, device: torch.device) -> dict[str, Any]:
+    """What the recipe says of a training's identity, with the types that are computed in here."""
+    identity = {**content_identity(recipe), "precision.compute": compute}
+    if isinstance(optimizer := recipe.train.optimizer, Muon):
+        iteration = fast_compute(optimizer.compute, device)
+        identity["train.optimizer"] = {**identity["train.optimizer"], "compute": iteration}
+    return identity
 
 
 def _check_model(recipe: Recipe, model_spec: ModelSpec, mesh: Mesh, compute: Compute) -> None:

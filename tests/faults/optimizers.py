@@ -134,7 +134,7 @@ FAULTS = [
     Fault(
         "muon-compute-not-in-the-identity",
         "ingot/train/setup.py",
-        "iteration = fast_compute(optimizer.compute, mesh.device)",
+        "iteration = fast_compute(optimizer.compute, device)",
         "iteration = optimizer.compute",
         "a run that is resumed on another kind of CPU goes on in another type",
         BY,
