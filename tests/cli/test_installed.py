@@ -13,8 +13,8 @@ from packaging.requirements import Requirement
 
 from ingot.cli import doctor
 from ingot.cli.check.recipe import _check_cleaning
-from ingot.cli.doctor import MachineFinding
 from ingot.cli.installed import installed_version, java, requirements, satisfies
+from ingot.cloud.doctor.finding import DoctorFinding
 from ingot.config.load import read_with_origins
 from ingot.config.values import Findings
 from tests.base.groups import real_group, said_inside
@@ -30,7 +30,7 @@ def installed(site: Path, name: str, version: str) -> None:
     )
 
 
-def packages() -> MachineFinding:
+def packages() -> DoctorFinding:
     (found,) = doctor._packages()
     return found
 

@@ -20,7 +20,7 @@ from ingot.cli.plan import _planned, _show, ask_cloud
 from ingot.cli.views import plan_table
 from ingot.cli.views.plan_table import short_plan, show_plan
 from ingot.cloud.doctor import context
-from ingot.cloud.doctor.context import CloudFinding
+from ingot.cloud.doctor.finding import DoctorFinding
 from ingot.config.recipe import Recipe
 from ingot.config.sections.data import SourceSettings
 from ingot.config.values import Findings
@@ -451,9 +451,9 @@ def test_quota_is_asked_only_if_wanted_and_never_passed_unasked(
     [asked] = ask_cloud(recipe, place, ask=True)
     assert (asked.kind, "no credentials" in asked.message) == ("not checked", True)
     answers = [
-        CloudFinding("machine type a3-highgpu-8g", True, "in us-central1-a"),
-        CloudFinding("quota NVIDIA_H100_GPUS", False, "8 needed, 0 of 0 free", needed=True),
-        CloudFinding("quota of Vertex AI", None, "not asked"),
+        DoctorFinding("machine type a3-highgpu-8g", True, "in us-central1-a"),
+        DoctorFinding("quota NVIDIA_H100_GPUS", False, "8 needed, 0 of 0 free", needed=True),
+        DoctorFinding("quota of Vertex AI", None, "not asked"),
     ]
     monkeypatch.setattr(context, "check_context", lambda _: None)
     monkeypatch.setattr(context, "run_checks", lambda *_: answers)
