@@ -71,7 +71,7 @@ def check_same_work(root: Path, running: Handle, state: JobState, job: Job, reci
     """
     # On a shared disk, checkpoints that the running job has made by now would be taken for those of
     # the training before it, and it would begin anew once more when it is restarted.
-    anew_twice = FRESH in job.argv and job.run_folder_url is None
+    anew_twice = FRESH in job.argv and not job.run_folder_url
     if anew_twice or set(running.argv) not in ({*job.argv}, {*job.argv, FRESH}):
         difference = "other arguments"
     elif not _has_same_result(root, running, recipe):

@@ -32,7 +32,7 @@ class Job:
     it runs. `processes` is the number of ranks on each node. `environment` is added to the nodes'
     own; `secrets` are names of variables whose values must never be written down. `rendezvous` is
     where the nodes of this start exchange notes, a folder or `gs://`. `run_folder_url` is the
-    replica of the run folder for nodes that do not share our disk, else None.
+    replica of the run folder for nodes that do not share our disk, else empty.
     """
 
     name: str
@@ -43,8 +43,8 @@ class Job:
     secrets: tuple[str, ...] = ()
     image: str | None = None
     time_limit_s: float | None = None
-    rendezvous: str | None = None
-    run_folder_url: str | None = None
+    rendezvous: str = ""
+    run_folder_url: str = ""
 
     @property
     def world(self) -> int:
@@ -54,7 +54,7 @@ class Job:
     @property
     def start_number(self) -> str:
         """The number of this start, the last part of its rendezvous."""
-        return (self.rendezvous or "").rpartition("-")[2]
+        return self.rendezvous.rpartition("-")[2]
 
     @property
     def public_environment(self) -> dict[str, str]:

@@ -55,7 +55,7 @@ def with_next_rendezvous(recipe: Recipe, job: Job) -> Job:
     """The job with a new, empty rendezvous of its own."""
     folder = next_rendezvous(recipe.folder.root.absolute(), job.name)
     folder.mkdir(parents=True, exist_ok=True)
-    if job.run_folder_url is None:
+    if not job.run_folder_url:
         return replace(job, rendezvous=str(folder))
     rendezvous = f"{job.run_folder_url}/jobs/{folder.name}"
     clear_rendezvous(rendezvous)
@@ -69,7 +69,7 @@ def put_inputs(recipe: Recipe, job: Job) -> None:
     them.
     """
     resolved = recipe.folder.root / "jobs" / f"nodes.{job.name}.yaml"
-    if job.run_folder_url is None:
+    if not job.run_folder_url:
         write_atomic(resolved, dump_recipe(recipe))
         return
     write_atomic(resolved, dump_recipe(recipe_for_nodes(recipe, job.run_folder_url)))
@@ -104,7 +104,7 @@ def committed_anywhere(recipe: Recipe, job: Job) -> Callable[[], dict[int, FileS
     """Returns a function that lists the committed steps, wherever the job's checkpoints are stored;
     while the bucket does not answer, it returns the last known ones.
     """
-    if job.run_folder_url is None:
+    if not job.run_folder_url:
         return lambda: committed_steps(recipe.folder.checkpoints)
     url = recipe.checkpoint.upload or f"{job.run_folder_url}/checkpoints"
     last_seen: dict[int, FileStamp] = {}
@@ -131,7 +131,7 @@ def missing_inputs(recipe: Recipe, job: Job) -> list[str]:
     """Why nodes at any place without a shared disk could not run a job: an input does not exist, or
     is only on this machine. One reason each.
     """
-    if job.run_folder_url is None:
+    if not job.run_folder_url:
         return []
     if reasons := unreachable_inputs(recipe, job.name):
         return reasons

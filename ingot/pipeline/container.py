@@ -101,7 +101,7 @@ def _uploading(recipe: Recipe, job: Job) -> Iterator[None]:
     """
     trains = job.name == "train"
     with (
-        RunFolderPusher(job.run_folder_url or "", recipe.folder.root, 0),
+        RunFolderPusher(job.run_folder_url, recipe.folder.root, 0),
         (
             upload_metrics(GoogleClients(recipe.cloud), recipe.name, recipe.folder.metrics)
             if trains

@@ -825,7 +825,7 @@ FAULTS = [
     Fault(
         "notes-of-an-earlier-tpu",
         "ingot/launch/places/tpu.py",
-        '            clear_rendezvous(job.rendezvous or "")\n',
+        "            clear_rendezvous(job.rendezvous)\n",
         "",
         "a TPU that has only begun has succeeded, as the bucket says of an earlier one",
         "tests/launch/places/test_tpu.py",

@@ -261,6 +261,6 @@ def _check_place(recipe: Recipe, verb: str, found: Findings) -> None:
     job = job_of(recipe, verb, distributed=step_named(verb).distributed)
     for reason in launcher_of(recipe).can(job):
         found.add(reason, lacking=True)
-    if job.run_folder_url is not None:
+    if job.run_folder_url:
         for reason in unreachable_inputs(recipe, verb):
             found.add(reason)

@@ -80,7 +80,7 @@ def main() -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="ingot.launch.node", allow_abbrev=False)
     parser.add_argument(
-        "--rendezvous", help="folder or gs:// where the nodes of this start leave notes"
+        "--rendezvous", default="", help="folder or gs:// where the nodes of this start leave notes"
     )
     parser.add_argument(
         "--rendezvous-timeout-s",
@@ -89,7 +89,9 @@ def _parser() -> argparse.ArgumentParser:
         help="seconds that the nodes wait for each other",
     )
     parser.add_argument(
-        "--run-folder-url", help="gs:// address of the run folder's replica to work from"
+        "--run-folder-url",
+        default="",
+        help="gs:// address of the run folder's replica to work from",
     )
     parser.add_argument("--run-folder", help="the run folder on this node")
     parser.add_argument(
@@ -148,8 +150,8 @@ def job_and_position(
     argv: Sequence[str],
     environ: Mapping[str, str],
     *,
-    rendezvous: str | None = None,
-    run_folder_url: str | None = None,
+    rendezvous: str = "",
+    run_folder_url: str = "",
 ) -> tuple[Job, NodePosition]:
     """The job, and this node's position in it, from torchrun's variables. Raises WrongInput if they
     are inconsistent.
@@ -266,7 +268,7 @@ def _publishing(job: Job, position: NodePosition, root: Path | None) -> Iterator
     """While entered, the supervisor can read this node's heartbeats and progress."""
     if root is None:
         yield
-    elif job.run_folder_url is not None:
+    elif job.run_folder_url:
         with RunFolderPusher(job.run_folder_url, root, position.node):
             yield
     else:

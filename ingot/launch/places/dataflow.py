@@ -84,7 +84,7 @@ class DataflowLauncher(SignalsByNote):
                 f"launch.nodes is {job.nodes}, and Dataflow chooses its workers by"
                 " data.engine.options; set launch.nodes=1"
             )
-        if job.run_folder_url is None or job.rendezvous is None:
+        if not job.run_folder_url or not job.rendezvous:
             reasons.append("there is no bucket to work from; set cloud.bucket")
         if job.image is None:
             reasons.append(
@@ -115,7 +115,7 @@ class DataflowLauncher(SignalsByNote):
     def busy(self, job: Job) -> str | None:
         """See `ExclusiveLauncher`: a pipeline of this run that this run folder did not start."""
         known = find_handle(self._recipe.folder.root, job.name, KIND)
-        labels = job_labels(self._recipe, job.name, job.run_folder_url or "")
+        labels = job_labels(self._recipe, job.name, job.run_folder_url)
         for found in self._dataflow_jobs(job.name, labels):
             if known is None or found.labels.get(START) != known.about["start"]:
                 return (
@@ -153,8 +153,8 @@ class DataflowLauncher(SignalsByNote):
                 )
             about = {
                 "start": start,
-                "meet": job.rendezvous or "",
-                "mirror": job.run_folder_url or "",
+                "meet": job.rendezvous,
+                "mirror": job.run_folder_url,
                 "machine": machine_id() or "",
                 "host": socket.gethostname(),
             }
@@ -271,7 +271,7 @@ class DataflowLauncher(SignalsByNote):
         labels = {
             **user_labels(self._recipe.cloud),
             **own,
-            **job_labels(self._recipe, job.name, job.run_folder_url or ""),
+            **job_labels(self._recipe, job.name, job.run_folder_url),
             ATTEMPT: job.start_number,
             START: start,
         }

@@ -100,7 +100,7 @@ class DataprocLauncher(SignalsByNote):
                 f"launch.nodes is {job.nodes}, and Spark chooses its executors by"
                 " pipeline.spark.properties; set launch.nodes=1"
             )
-        if job.run_folder_url is None or job.rendezvous is None:
+        if not job.run_folder_url or not job.rendezvous:
             reasons.append("there is no bucket to work from; set cloud.bucket")
         if job.secrets:
             reasons.append(
@@ -151,7 +151,7 @@ class DataprocLauncher(SignalsByNote):
             script, request_id = self._script(), uuid.uuid4()
             open_bucket(script.rpartition("/")[0]).put(script.rpartition("/")[2], DRIVER.encode())
             handle = self._store_handle(
-                job, f"{self._name(job)}-{request_id.hex[:10]}", job.rendezvous or ""
+                job, f"{self._name(job)}-{request_id.hex[:10]}", job.rendezvous
             )
             data_jobs.create_batch(
                 self._google, handle.id, self._batch(job, script), str(request_id)
@@ -169,7 +169,7 @@ class DataprocLauncher(SignalsByNote):
             return None
         if reason := other_work(self._recipe, job, alive[0].name, alive[0].labels):
             raise Failed(reason)
-        meet = f"{(job.rendezvous or '').rpartition('-')[0]}-{alive[0].labels[ATTEMPT]}"
+        meet = f"{job.rendezvous.rpartition('-')[0]}-{alive[0].labels[ATTEMPT]}"
         return self._store_handle(job, alive[0].name.rpartition("/")[2], meet)
 
     def busy(self, job: Job) -> str | None:
@@ -182,7 +182,7 @@ class DataprocLauncher(SignalsByNote):
         return bool(self._alive(job))
 
     def _alive(self, job: Job) -> list[data_jobs.SparkBatch]:
-        labels = job_labels(self._recipe, job.name, job.run_folder_url or "")
+        labels = job_labels(self._recipe, job.name, job.run_folder_url)
         return [
             found for found in data_jobs.labelled_batches(self._google, labels) if found.is_alive
         ]
@@ -217,9 +217,9 @@ class DataprocLauncher(SignalsByNote):
             for_driver["cloud"]["endpoint"] = cloud.endpoint
         node = [
             "--rendezvous",
-            job.rendezvous or "",
+            job.rendezvous,
             "--run-folder-url",
-            job.run_folder_url or "",
+            job.run_folder_url,
             "--run-folder",
             f"{recipe.output}/{recipe.name}",
             "--",

@@ -156,13 +156,13 @@ class GceLauncher(SignalsByNote):
             if reason := _started_elsewhere(known, left):
                 raise Failed(reason)
             self._delete(left)
-            clear_rendezvous(job.rendezvous or "")
+            clear_rendezvous(job.rendezvous)
             about = {
                 "nodes": str(job.nodes),
                 "processes": str(job.processes),
                 "start": cluster.start,
-                "meet": job.rendezvous or "",
-                "mirror": job.run_folder_url or "",
+                "meet": job.rendezvous,
+                "mirror": job.run_folder_url,
             }
             handle = Handle(job.name, KIND, cluster.id, job.argv, time.time(), "", about)
             store_handle(self._root, handle, self.recipe)
@@ -327,7 +327,7 @@ class GceLauncher(SignalsByNote):
         return instances.labelled(self.google, job_labels(self.recipe, verb, run_folder_url))
 
     def _machines_of_job(self, job: Job) -> list[Instance]:
-        return self._machines(job.name, job.run_folder_url or "")
+        return self._machines(job.name, job.run_folder_url)
 
     def _machines_of_start(self, cluster: ComputeCluster) -> list[Instance]:
         return _of_start(cluster.start, self._machines_of_job(cluster.job))

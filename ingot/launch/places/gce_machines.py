@@ -64,7 +64,7 @@ class ComputeCluster:
         """The prefix of its machines' names, unique even if two people have runs of the same name
         in one project.
         """
-        replica = fingerprint(self.job.run_folder_url or "")[:6]
+        replica = fingerprint(self.job.run_folder_url)[:6]
         run = f"ingot-{self.recipe.name}-{self.job.name}-{replica}"
         return resource_name(f"{run}-{self.job.start_number}", room=5)
 

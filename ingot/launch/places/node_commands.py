@@ -70,7 +70,7 @@ def shared_disk_command(recipe: Recipe, job: Job, python: str, *options: str) ->
         python,
         "-m",
         MODULE,
-        *_rendezvous_options(recipe, path_on_nodes(job.rendezvous or "")),
+        *_rendezvous_options(recipe, path_on_nodes(job.rendezvous)),
         "--run-folder",
         path_on_nodes(recipe.folder.root),
         *options,
@@ -138,9 +138,9 @@ def container_command(recipe: Recipe, job: Job) -> list[str]:
         "python",
         "-m",
         MODULE,
-        *_rendezvous_options(recipe, job.rendezvous or ""),
+        *_rendezvous_options(recipe, job.rendezvous),
         "--run-folder-url",
-        job.run_folder_url or "",
+        job.run_folder_url,
         "--run-folder",
         str(Path(recipe.output) / recipe.name),
         *_secret_options(recipe),
@@ -160,7 +160,7 @@ def start_labels(recipe: Recipe, job: Job) -> dict[str, str]:
     """The labels of one start: the user's own, the job's, and the number of the start."""
     return {
         **user_labels(recipe.cloud),
-        **job_labels(recipe, job.name, job.run_folder_url or ""),
+        **job_labels(recipe, job.name, job.run_folder_url),
         ATTEMPT: job.start_number,
     }
 
@@ -225,7 +225,7 @@ def bucket_reasons(job: Job) -> list[str]:
             " down; put it into Secret Manager and name it in cloud.secrets:"
             f" {{{job.secrets[0]}: secret:NAME}}"
         )
-    if job.run_folder_url is None or not (job.rendezvous or "").startswith("gs://"):
+    if not job.run_folder_url or not job.rendezvous.startswith("gs://"):
         reasons.append("the machines share no disk and need a bucket; set cloud.bucket")
     return reasons
 
@@ -243,7 +243,7 @@ def errors_of(*checks: Callable[[], object]) -> list[str]:
 
 def boot_note_fields(job: Job) -> dict[str, Any]:
     """The variables of `notes.sh.jinja`: where a machine leaves notes before its container does."""
-    bucket, _, folder = (job.rendezvous or "").removeprefix("gs://").partition("/")
+    bucket, _, folder = job.rendezvous.removeprefix("gs://").partition("/")
     return {"bucket": bucket, "folder": quote(folder, safe=""), "processes": job.processes}
 
 

@@ -120,7 +120,7 @@ class SlurmLauncher(SignalsByNote):
             "#!/bin/bash",
             *(f"#SBATCH --{option}" for option in self._sbatch_options(job, logs)),
         ]
-        rendezvous = shlex.quote(path_on_nodes(job.rendezvous or ""))
+        rendezvous = shlex.quote(path_on_nodes(job.rendezvous))
         lines += [
             "# Of several requests of this start, as of one without an answer, the last one works.",
             f"current=$(cat {rendezvous}/{CURRENT} 2>/dev/null)",
@@ -163,7 +163,7 @@ class SlurmLauncher(SignalsByNote):
         """
         launch = self.recipe.launch
         python = launch.python or "python3" if self._knobs.image else interpreter(self.recipe)
-        secrets = f"{path_on_nodes(job.rendezvous or '')}/secrets-{{node}}.json"
+        secrets = f"{path_on_nodes(job.rendezvous)}/secrets-{{node}}.json"
         options = ["--environment", secrets] if job.secrets else []
         node = shlex.join(shared_disk_command(self.recipe, job, python, *options))
         return [
@@ -235,7 +235,7 @@ class SlurmLauncher(SignalsByNote):
         self._settle_submissions(job)
         if (running := self._already_running(job)) is not None:
             return running
-        rendezvous = Path(job.rendezvous or "")
+        rendezvous = Path(job.rendezvous)
         write_atomic(rendezvous / "slurm.sh", self.render(job))
         self.recipe.folder.logs.mkdir(parents=True, exist_ok=True)
         for node in range(job.nodes if job.secrets else 0):
@@ -307,7 +307,7 @@ class SlurmLauncher(SignalsByNote):
         """Resolve submissions of this verb whose answer was lost. Raises NoAnswer as long as the
         cluster does not answer.
         """
-        for path in Path(job.rendezvous or "").parent.glob(f"{job.name}-*/{TOKEN}"):
+        for path in Path(job.rendezvous).parent.glob(f"{job.name}-*/{TOKEN}"):
             unnumbered = Handle.from_json(path.read_text(encoding="utf-8"))
             number = slurm_cluster.job_with_comment(unnumbered.about["token"], getpass.getuser())
             if number is not None:

@@ -122,7 +122,7 @@ class SshLauncher(SignalsByNote):
                 host,
                 folder=working_folder(self.recipe),
                 python=interpreter(self.recipe),
-                rendezvous=path_on_nodes(job.rendezvous or ""),
+                rendezvous=path_on_nodes(job.rendezvous),
                 path=path,
             ),
         )
@@ -153,7 +153,7 @@ class SshLauncher(SignalsByNote):
         ]
         logs[0].parent.mkdir(parents=True, exist_ok=True)
         about = {
-            "meet": job.rendezvous or "",
+            "meet": job.rendezvous,
             "hosts": json.dumps(names),
             "process": str(os.getpid()),
             "started": start_ticks(os.getpid()) or "",

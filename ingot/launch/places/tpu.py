@@ -131,7 +131,7 @@ class TpuLauncher(SignalsByNote):
         for.
         """
         known = find_handle(self.recipe.folder.root, job.name, KIND)
-        labels = job_labels(self.recipe, job.name, job.run_folder_url or "")
+        labels = job_labels(self.recipe, job.name, job.run_folder_url)
         for found in tpus.labelled(self.google, self._zone, labels):
             if found.is_alive and (known is None or found.id != known.id):
                 return (
@@ -156,14 +156,14 @@ class TpuLauncher(SignalsByNote):
                 tpus.delete(self.google, known.about["zone"], known.id)
             if reason := self.busy(job):
                 raise Failed(reason)
-            clear_rendezvous(job.rendezvous or "")
+            clear_rendezvous(job.rendezvous)
             say(
                 "warning: nothing of launch.kind tpu could be tried on a TPU; the image needs"
                 " torch_tpu"
             )
             about = {
                 "zone": self._zone,
-                "meet": job.rendezvous or "",
+                "meet": job.rendezvous,
                 "limit_s": str(self._limit_s(job)),
             }
             id = self._id(job, uuid.uuid4().hex[:8])

@@ -159,7 +159,7 @@ class VertexLauncher(SignalsByNote):
 
     def _alive(self, job: Job) -> list[CustomJobStatus]:
         """The jobs of this run and verb that have not ended, the newest first."""
-        labels = job_labels(self._recipe, job.name, job.run_folder_url or "")
+        labels = job_labels(self._recipe, job.name, job.run_folder_url)
         regions = {self._recipe.cloud.region: self._google}
         if (handle := find_handle(self._root, job.name, KIND)) is not None:
             regions.setdefault(_region(handle.id), self._google_of(handle.id))
@@ -189,7 +189,7 @@ class VertexLauncher(SignalsByNote):
                     jobs.cancel_custom_job(self._google_of(older.name), older.name)
                 say(f"{job.name}: it runs already")
                 return self._store_handle(job, alive[0])
-            clear_rendezvous(job.rendezvous or "")
+            clear_rendezvous(job.rendezvous)
             body = self.custom_job(job, mark=uuid.uuid4().hex[:16])
             return self._store_handle(job, self._create(body))
 
@@ -318,7 +318,7 @@ class VertexLauncher(SignalsByNote):
         )
         start = found.labels.get(ATTEMPT, job.start_number)
         about = {
-            "meet": f"{(job.rendezvous or '').rpartition('-')[0]}-{start}",
+            "meet": f"{job.rendezvous.rpartition('-')[0]}-{start}",
             "nodes": str(job.nodes),
         }
         handle = Handle(job.name, KIND, found.name, job.argv, time.time(), link, about)

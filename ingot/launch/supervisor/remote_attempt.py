@@ -85,7 +85,7 @@ class RemoteAttempt:
         self._end: AttemptExit | None = None
         self._log: JobLog | None = None
         self.handle: Handle | None = None
-        self.stacks_s = STACKS_S if job.run_folder_url is None else STACKS_BUCKET_S
+        self.stacks_s = STACKS_BUCKET_S if job.run_folder_url else STACKS_S
         self._submit_deadline = time.monotonic() + patience_s
         self._submit()
 
@@ -109,7 +109,7 @@ class RemoteAttempt:
         place = handle.about.get("meet") or self._job.rendezvous
         self._rendezvous = Rendezvous(place) if place else None
         say(f"{self._job.name}: {handle.kind} {handle.id}")
-        if self._job.run_folder_url is not None and self._prepared_here:
+        if self._job.run_folder_url and self._prepared_here:
             # If we are killed, another machine finds the handle there.
             with contextlib.suppress(IngotError):
                 push(self._root, self._job.run_folder_url, parts=("jobs",))
@@ -160,7 +160,7 @@ class RemoteAttempt:
             "by" in note for note in self._rendezvous.signals(set())
         )
         self._show_log()
-        if self._job.run_folder_url is not None:
+        if self._job.run_folder_url:
             self._pull_results(self._job.run_folder_url)
         if self._heartbeats is not None:
             self._heartbeats.close()
@@ -310,7 +310,7 @@ class RemoteHeartbeats:
     stacks that ranks write are downloaded to our `logs/` if no disk is shared.
     """
 
-    def __init__(self, root: Path, run_folder_url: str | None) -> None:
+    def __init__(self, root: Path, run_folder_url: str) -> None:
         self._root, self._url = root, run_folder_url
         self._latest: dict[int, Heartbeat] = {}
         self._generations: dict[str, int] = {}
@@ -318,11 +318,11 @@ class RemoteHeartbeats:
         self.trouble: str | None = None
         self._earlier: set[tuple[int, int, int, float]] = set()
         self._earlier = {_identity(beat) for beat in self._read()}
-        if run_folder_url is not None:
+        if run_folder_url:
             threading.Thread(target=self._poll_until_closed, daemon=True).start()
 
     def latest(self) -> dict[int, Heartbeat]:
-        if self._url is None:
+        if not self._url:
             self._poll()
         return dict(self._latest)
 
@@ -338,7 +338,7 @@ class RemoteHeartbeats:
             self._latest |= {
                 beat.rank: beat for beat in self._read() if _identity(beat) not in self._earlier
             }
-            if self.fetch_stacks and self._url is not None:
+            if self.fetch_stacks and self._url:
                 for name, content in self._changed(f"{self._url}/stacks"):
                     if STACKS.fullmatch(name):
                         write_atomic(self._root / "logs" / name, content)
@@ -347,7 +347,7 @@ class RemoteHeartbeats:
             self.trouble = str(error)
 
     def _read(self) -> list[Heartbeat]:
-        if self._url is None:
+        if not self._url:
             files = (self._root / "heartbeats").glob("*")
             return [beat for path in files for beat in read_beats(path)]
         changed = self._changed(f"{self._url}/heartbeats")

@@ -167,7 +167,7 @@ class _Supervisor:
             attempt,
             self._stops,
             self._kills,
-            through_bucket=self._job.run_folder_url is not None,
+            through_bucket=bool(self._job.run_folder_url),
         )
         try:
             end = follow(attempt, self._stops, watch.check)

@@ -851,7 +851,7 @@ def test_without_a_bucket_there_is_no_cluster(run: Run) -> None:
     assert any(
         "cloud.bucket" in reason
         for reason in run.launcher.can(
-            replace(job_of(run.recipe), run_folder_url=None, rendezvous=None)
+            replace(job_of(run.recipe), run_folder_url="", rendezvous="")
         )
     )
 

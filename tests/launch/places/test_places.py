@@ -109,7 +109,7 @@ def test_a_job_that_does_something_else_is_not_taken_over(
     store_handle(recipe.folder.root, Handle("train", "gce", "2", begun_anew.argv, 1.0, ""), recipe)
     assert run_job._already_runs(recipe, elsewhere, job)
     assert run_job._already_runs(recipe, elsewhere, begun_anew)
-    on_a_shared_disk = replace(begun_anew, run_folder_url=None)
+    on_a_shared_disk = replace(begun_anew, run_folder_url="")
     with pytest.raises(Failed, match="with other arguments"):
         run_job._already_runs(recipe, elsewhere, on_a_shared_disk)
 
@@ -169,7 +169,7 @@ def run_out(
     elsewhere = Ending(states)
     monkeypatch.setattr(run_job, "launcher_of", lambda recipe: elsewhere)
     job = replace(
-        run_job.job_of(recipe, "train", distributed=True, options=options), run_folder_url=None
+        run_job.job_of(recipe, "train", distributed=True, options=options), run_folder_url=""
     )
     return run_job.run_job(recipe, job, supervised=True), elsewhere.limits
 
@@ -180,12 +180,12 @@ def test_a_request_to_stop_while_inputs_are_sent_is_followed_before_a_job_is_mad
 ) -> None:
     def staged(recipe: Recipe, job: Job) -> Job:
         os.kill(os.getpid(), signal.SIGINT)
-        return replace(job, rendezvous=None)
+        return replace(job, rendezvous="")
 
     monkeypatch.setattr(run_job, "stage_start", staged)
     elsewhere = Ending(["failed"])
     monkeypatch.setattr(run_job, "launcher_of", lambda recipe: elsewhere)
-    job = replace(run_job.job_of(bounded, "train", distributed=True), run_folder_url=None)
+    job = replace(run_job.job_of(bounded, "train", distributed=True), run_folder_url="")
     ended = run_job.run_job(bounded, job, supervised=supervised)
     assert ended == JobExit(code, signal.SIGINT)  # there is a checkpoint for a training to go on
     assert elsewhere.limits == []

@@ -376,7 +376,7 @@ def test_results_are_fetched_until_the_bucket_answers(
     monkeypatch.setattr("ingot.launch.supervisor.remote_attempt.pull_results", bring_back)
     monkeypatch.setattr(
         "ingot.launch.supervisor.remote_attempt.RemoteHeartbeats",
-        lambda root, mirror: RemoteHeartbeats(root, None),
+        lambda root, mirror: RemoteHeartbeats(root, ""),
     )
     attempt, meeting = begin(mirror="gs://bucket/run")
     meeting.send(signal.SIGTERM)
