@@ -14,7 +14,14 @@ from ingot.base.markers import fingerprint
 from ingot.base.masking import keys_hidden, masked
 from ingot.base.progress import Progress, say
 from ingot.base.runfolder import RunFolder
-from ingot.base.runlog import FailSafeSink, JsonLines, Resumed, TensorBoard, WeightsAndBiases
+from ingot.base.runlog import (
+    FailSafeSink,
+    JsonLines,
+    MetricSink,
+    Resumed,
+    TensorBoard,
+    WeightsAndBiases,
+)
 from ingot.base.trackers import MLflow, Trackio
 from ingot.checkpoints.mirror import BucketMirror
 from ingot.checkpoints.saver import Saver
@@ -231,7 +238,7 @@ def known_metrics(identity: Mapping[str, Any], commit: Mapping[str, Any]) -> Col
 def _log_hook(
     setup: TrainSetup,
     source: BatchSource,
-    sinks: Sequence[JsonLines | FailSafeSink],
+    sinks: Sequence[MetricSink],
     progress: Progress,
     account: TimeAccount,
     skipped: float,
@@ -253,7 +260,7 @@ def _log_hook(
 
 def _rollout_hooks(
     source: BatchSource,
-    sinks: Sequence[JsonLines | FailSafeSink],
+    sinks: Sequence[MetricSink],
     every: int,
     last: int,
     first: int,
@@ -351,13 +358,13 @@ def tracked_id(recipe: Recipe, setup: TrainSetup, start: CommittedCheckpoint | N
 
 def open_sinks(
     recipe: Recipe, run: RunFolder, mesh: Mesh, resume_step: int, run_id: str, owed: Collection[str]
-) -> list[JsonLines | FailSafeSink]:
+) -> list[MetricSink]:
     """The metric sinks of rank 0; other ranks have none. Metrics named in `owed` at `resume_step`
     are written again.
     """
     if not mesh.is_main:
         return []
-    sinks: list[JsonLines | FailSafeSink] = [JsonLines(run.metrics, resume_step, owed)]
+    sinks: list[MetricSink] = [JsonLines(run.metrics, resume_step, owed)]
     if recipe.track.tensorboard:
         sinks.append(FailSafeSink("TensorBoard", lambda: TensorBoard(run.tensorboard, resume_step)))
     knobs = {"recipe": masked(dump_recipe(recipe))}

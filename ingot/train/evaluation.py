@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from ingot.base.environment import Ranks
 from ingot.base.errors import WrongInput
-from ingot.base.runlog import FailSafeSink, JsonLines
+from ingot.base.runlog import MetricSink
 from ingot.config.identity import changes, measured_with
 from ingot.evaluate.generation import complete_prompts
 from ingot.evaluate.subject import EvalModel, EvaluationInterrupted, NotJudged
@@ -240,7 +240,7 @@ class EvaluateHook:
     stopping: BestTracker | None
     patience: int
     best: BestTracker | None
-    sinks: Sequence[JsonLines | FailSafeSink]
+    sinks: Sequence[MetricSink]
     account: TimeAccount
     last: int
 
@@ -257,7 +257,7 @@ class EvaluateHook:
         setup: TrainSetup,
         every: Recurrence,
         measure: Callable[[], Mapping[str, Measured] | None],
-        sinks: Sequence[JsonLines | FailSafeSink],
+        sinks: Sequence[MetricSink],
         account: TimeAccount,
     ) -> EvaluateHook:
         """The hook that the recipe asks for."""
@@ -362,7 +362,7 @@ class SampleHook:
 
     complete_prompts: Callable[[], list[dict[str, str]]]
     every: int | None
-    sinks: Sequence[JsonLines | FailSafeSink]
+    sinks: Sequence[MetricSink]
     mesh: Mesh
     account: TimeAccount
     asked: Callable[[], bool]

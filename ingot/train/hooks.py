@@ -17,7 +17,7 @@ import torch
 from ingot.base.errors import WrongInput
 from ingot.base.heartbeat import HeartbeatWriter
 from ingot.base.progress import Progress
-from ingot.base.runlog import FailSafeSink, JsonLines
+from ingot.base.runlog import MetricSink
 from ingot.config.shape import flops_per_token
 from ingot.data.batches.loader import Batch, BatchSource
 from ingot.models.device import Compute, MeasuredPeak, gpu_usage, peak_flops, peak_memory_bytes
@@ -66,7 +66,7 @@ class LogHook:
     last one.
     """
 
-    sinks: Sequence[JsonLines | FailSafeSink]
+    sinks: Sequence[MetricSink]
     progress: Progress
     every: int
     last: int

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ingot.base.errors import Failed
-from ingot.base.runlog import FailSafeSink, JsonLines, append_line
+from ingot.base.runlog import JsonLines, MetricSink, append_line
 from ingot.config.sections.grpo import GRPOSettings
 from ingot.data.batches.loader import Batch, ChecksumThread
 from ingot.data.batches.prompts import PromptReader
@@ -251,7 +251,7 @@ class RolloutHook:
     def __init__(
         self,
         rollout: Rollout,
-        sinks: Sequence[JsonLines | FailSafeSink],
+        sinks: Sequence[MetricSink],
         every: int,
         last: int,
         first: int,
