@@ -367,4 +367,12 @@ FAULTS = [
         "a proxy of the network reads what a server of this machine is asked, and its key",
         "tests/rewards/test_http.py",
     ),
+    Fault(
+        "null-is-said-to-be-refused",
+        "ingot/serve/http/bodies.py",
+        "fields[name] = _or_null(fields[name])",
+        "fields[name] = fields[name]",
+        "clients that check what they send by /openapi.json send back no message of a tool call",
+        "tests/serve/http/test_openapi.py",
+    ),
 ]

@@ -8,7 +8,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    FailFast,
+    Field,
+    GetJsonSchemaHandler,
+    model_validator,
+)
+from pydantic_core import CoreSchema
 
 from ingot.models.generation.request import Constraint, TooLong
 from ingot.models.generation.request import Request as GenerationRequest
@@ -35,13 +44,17 @@ IGNORED_FIELDS = ("user", "metadata", "safety_identifier", "prompt_cache_key")
 # Why some of them are not, where that helps more than to leave them out.
 INSTEAD = {"best_of": "ask for several choices with `n` and take the one you like best"}
 MAX_LOGPROBS = 20
-MAX_BEAMS = 16
 MAX_CHOICES = 128
 MAX_BIASES = 1024
 MAX_STOPS = 16
 # More fields than any valid request has: a body with more is refused as a whole, not field by
 # field.
 MAX_FIELDS = 64
+# A field that is left out, and what is said about a field rather than asked of it, as JSON schemas
+# have them; and bounds, which pydantic calls by its own names where a number is read first.
+NULL = {"type": "null"}
+ABOUT = ("title", "description", "default")
+BOUNDS = {"ge": "minimum", "le": "maximum", "gt": "exclusiveMinimum", "lt": "exclusiveMaximum"}
 
 
 def clean_text(value: Any) -> Any:
@@ -107,6 +120,17 @@ def _biases(value: Any) -> dict[int, float]:
     return biases
 
 
+def _or_null(field: dict[str, Any]) -> dict[str, Any]:
+    """The JSON schema of a field that may be null, too."""
+    about = {name: said for name, said in field.items() if name in ABOUT}
+    asked = {name: value for name, value in field.items() if name not in ABOUT}
+    either = [
+        {BOUNDS.get(name, name): value for name, value in one.items()}
+        for one in (asked["anyOf"] if list(asked) == ["anyOf"] else [asked])
+    ]
+    return {"anyOf": either if NULL in either else [*either, NULL], **about}
+
+
 Prompts = Annotated[
     list[str | list[int]],
     BeforeValidator(prompt_list, json_schema_input_type=str | list[int] | list[str | list[int]]),
@@ -117,11 +141,13 @@ WholeNumber = Annotated[int, BeforeValidator(_whole)]
 
 class RequestBody(BaseModel):
     """The base of all bodies: strict types, no unknown fields; null means left out. `neutral` and
-    `instead`: fields that a body does not support, and why.
+    `instead`: fields that a body does not support, and why; `told`: whether its JSON schema has
+    them, as those of whole requests do, which clients send them in.
     """
 
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = NEUTRAL_VALUES
     instead: ClassVar[Mapping[str, str]] = INSTEAD
+    told: ClassVar[bool] = False
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
@@ -145,10 +171,29 @@ class RequestBody(BaseModel):
             kept[name] = value
         return kept
 
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        """What `_drop_neutral` takes out is taken: a client that checks its requests by this schema
+        would send none of it.
+        """
+        reference = handler(core)
+        schema = handler.resolve_ref_schema(reference)
+        fields = schema.setdefault("properties", {})
+        for name in fields.keys() - set(schema.get("required", ())):
+            fields[name] = _or_null(fields[name])
+        if cls.told:
+            neutral = {name: {"enum": [*values, None]} for name, values in cls.neutral.items()}
+            fields |= {**neutral, **{name: {} for name in IGNORED_FIELDS}, **fields}
+        schema["additionalProperties"] = NULL
+        return reference
+
 
 class GenerationOptions(RequestBody):
     """Generation options, shared by all routes: OpenAI's, and those of vLLM by its names."""
 
+    told = True
     max_tokens: Annotated[WholeNumber, Field(ge=1)] | None = None
     min_tokens: Annotated[WholeNumber, Field(ge=0)] = 0
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
@@ -317,19 +362,6 @@ class PredictBody(RequestBody):
 
     instances: PromptInstances
     parameters: PredictParameters = PredictParameters()
-
-
-class SummaryParameters(PredictParameters):
-    """`parameters` of a prediction request to a sequence-to-sequence model."""
-
-    beams: Annotated[WholeNumber, Field(ge=1, le=MAX_BEAMS)] = 1
-
-
-class SummaryBody(RequestBody):
-    """Vertex AI's prediction request to a sequence-to-sequence model."""
-
-    instances: PromptInstances
-    parameters: SummaryParameters = SummaryParameters()
 
 
 def check_count(count: int, most: int, what: str = "prompts") -> None:

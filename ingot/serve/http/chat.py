@@ -14,13 +14,16 @@ from pydantic import (
     Discriminator,
     FailFast,
     Field,
+    GetJsonSchemaHandler,
     JsonValue,
     Tag,
     model_validator,
 )
+from pydantic_core import CoreSchema
 
 from ingot.serve.http.bodies import (
     MAX_LOGPROBS,
+    NULL,
     OpenAIRequest,
     RequestBody,
     Text,
@@ -172,6 +175,15 @@ class ChatMessage(RequestBody):
             if isinstance(values, dict)
             else values
         )
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        reference = super().__get_pydantic_json_schema__(core, handler)
+        schema = handler.resolve_ref_schema(reference)
+        schema["additionalProperties"] = {"anyOf": [NULL, {"type": "array", "maxItems": 0}]}
+        return reference
 
     @model_validator(mode="after")
     def _belongs_to_the_role(self) -> ChatMessage:

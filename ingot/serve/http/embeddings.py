@@ -26,6 +26,7 @@ MAX_INPUTS, FULL_S = 2048, 0.1
 class EmbeddingBody(RequestBody):
     """What to embed: a text, texts, token ids, or lists of these."""
 
+    told = True
     model: str | None = None
     input: Prompts
     encoding_format: Literal["float", "base64"] = "float"

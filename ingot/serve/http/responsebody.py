@@ -145,6 +145,7 @@ class TextOptions(RequestBody):
     """`text` of a request."""
 
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {"verbosity": ("medium",)}
+    told = True
     format: TextFormat = TextFormat()
 
 

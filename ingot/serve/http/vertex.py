@@ -20,8 +20,9 @@ from ingot.models.generation.fillmask import TOP_K, MaskChoices
 from ingot.serve.http.answers import completions, run_unless_disconnected
 from ingot.serve.http.bodies import (
     PredictBody,
+    PredictParameters,
+    PromptInstances,
     RequestBody,
-    SummaryBody,
     Text,
     WholeNumber,
     check_count,
@@ -43,6 +44,20 @@ from ingot.tokenizers.chats.chat import Chat
 
 PREDICT_TOKENS = 64
 MAX_CHOICES_OF_MASK = 100
+MAX_BEAMS = 16
+
+
+class SummaryParameters(PredictParameters):
+    """`parameters` of a prediction request to a sequence-to-sequence model."""
+
+    beams: Annotated[WholeNumber, Field(ge=1, le=MAX_BEAMS)] = 1
+
+
+class SummaryBody(RequestBody):
+    """Vertex AI's prediction request to a sequence-to-sequence model."""
+
+    instances: PromptInstances
+    parameters: SummaryParameters = SummaryParameters()
 
 
 class TextInstance(RequestBody):

@@ -23,12 +23,11 @@ from ingot.serve.http.bodies import (
     CompletionBody,
     PredictBody,
     RequestBody,
-    SummaryBody,
 )
 from ingot.serve.http.chat import ChatBody
 from ingot.serve.http.middleware import ServerMetrics
 from ingot.serve.http.service import Service
-from ingot.serve.http.vertex import ClassifyBody
+from ingot.serve.http.vertex import ClassifyBody, SummaryBody
 from ingot.serve.native.engine import ServingEngine
 from ingot.serve.native.model import LoadedModel, load
 from ingot.serve.server import create_app

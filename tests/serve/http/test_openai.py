@@ -12,15 +12,11 @@ from typing import Any, cast
 import openai
 import pytest
 
-from ingot.config.sections.deployment import Serve
 from ingot.models.generation.request import Completion, CompletionChunk, Request
 from ingot.models.generation.sampling import Sampling
-from ingot.serve.http.middleware import ServerMetrics
 from ingot.serve.http.openai import _chunks
-from ingot.serve.http.service import Service
 from ingot.serve.native.engine import ServingEngine, Ticket
 from ingot.serve.native.model import LoadedModel
-from ingot.serve.server import create_app
 from tests import tolerances
 from tests.serve.running import Running
 
@@ -451,26 +447,6 @@ def test_a_slash_behind_a_route_names_nothing(server: Running) -> None:
         ):
             answer = client.post(f"/v1/{route}/", json=body)
             assert (answer.status_code, answer.json()["model"]) == (200, "tiny")
-
-
-@pytest.mark.filterwarnings("error:Duplicate Operation ID")
-def test_openapi_has_each_operation_once_and_what_is_read_and_answered(
-    loaded: LoadedModel,
-) -> None:
-    metrics = ServerMetrics()
-    engine = ServingEngine(loaded.worker(1), metrics, max_batch=1, max_queue=1)
-    service = Service("tiny", loaded, engine, Serve())
-    told = create_app(service, metrics, key=None, environ={}).openapi()
-    operations = [each for path in told["paths"].values() for each in path.values()]
-    names = [each["operationId"] for each in operations]
-    assert len(names) == len(set(names))
-    assert not any("422" in each["responses"] for each in operations)
-    assert all("4XX" in each["responses"] for each in operations)
-    text, ids = {"type": "string"}, {"type": "array", "items": {"type": "integer"}}
-    fields = told["components"]["schemas"]["CompletionBody"]["properties"]
-    assert fields["stop"]["anyOf"] == [text, {"type": "array", "items": text}]
-    mixed = {"type": "array", "items": {"anyOf": [text, ids]}}
-    assert fields["prompt"]["anyOf"] == [text, ids, mixed]
 
 
 def test_refusals_reach_the_client_as_its_own_errors(client: openai.OpenAI) -> None:
