@@ -65,12 +65,14 @@ def set_logs_aside(run: RunFolder, identity: Mapping[str, Any]) -> None:
 
 
 def place_of(run: RunFolder, identity: Mapping[str, Any]) -> Path | None:
-    """Where the training of this identity is set aside, the last one if there are several; None if
-    there is none. The markers of its checkpoints say whose a folder is, whatever it is called.
+    """Where the training of this identity is set aside, None if there is none. Of several it is the
+    last one that finished, which nothing more is paid for, or else the last one. The markers of its
+    checkpoints say whose a folder is, whatever it is called.
     """
     name = fingerprint(dict(identity))
     places = sorted(earlier(run).glob("*"), key=lambda place: (len(place.name), place.name))
-    return next((at for at in reversed(places) if _trained(at / "checkpoints") == name), None)
+    own = [at for at in reversed(places) if _trained(at / "checkpoints") == name]
+    return max(own, key=_finished, default=None)
 
 
 def bring_back(run: RunFolder, place: Path) -> CommittedCheckpoint | None:
@@ -116,6 +118,10 @@ def _trained(checkpoints: Path) -> str | None:
     if spans := newest.commit.get("left_out"):
         known = known | {"data.skip": [one for one in known["data.skip"] if one not in spans]}
     return fingerprint(dict(known))
+
+
+def _finished(place: Path) -> bool:
+    return bool(committed(place / "checkpoints")[0].commit.get("finished"))
 
 
 def _began_and_did_not_end(run: RunFolder) -> bool:

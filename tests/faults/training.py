@@ -1016,8 +1016,8 @@ FAULTS = [
     Fault(
         "brought-back-by-its-name",
         "ingot/train/earlier.py",
-        'if _trained(at / "checkpoints") == name)',
-        'if committed(at / "checkpoints"))',
+        'if _trained(at / "checkpoints") == name]',
+        'if committed(at / "checkpoints")]',
         "another recipe's training is brought back and exported as this one's",
         "tests/train/test_earlier.py",
     ),
@@ -1607,5 +1607,13 @@ FAULTS = [
         "    elif run.adapter.exists():",
         "a training without LoRA deletes whatever a person has put into adapter/",
         "tests/train/test_chain.py",
+    ),
+    Fault(
+        "an-unfinished-one-before-a-finished",
+        "ingot/train/earlier.py",
+        "max(own, key=_finished, default=None)",
+        "next(iter(own), None)",
+        "a training that finished is paid for again, since a second one of its recipe died later",
+        "tests/train/test_earlier.py",
     ),
 ]

@@ -78,6 +78,21 @@ def test_the_last_of_several_is_brought_back(tmp_path: Path) -> None:
     assert [what_lies_in(folder)[0] for folder in sorted(earlier(run).iterdir())] == [6, 7, 8]
 
 
+def test_of_several_the_finished_one_is_brought_back(tmp_path: Path) -> None:
+    """What `--fresh` began anew died, another recipe followed, and this one is asked for again."""
+    run = RunFolder(tmp_path)
+    trained(run, 6, ONE)
+    find_start(run, ONE, fresh=True)
+    saved(run, 3, ONE, finished=False)
+    find_start(run, OTHER, fresh=True)
+    told = resumable(run, ONE, ())
+    found = find_start(run, ONE, fresh=False)
+    assert told is not None
+    assert found is not None
+    assert found.step == told.step == 6
+    assert [committed(folder / "checkpoints")[0].step for folder in earlier(run).iterdir()] == [3]
+
+
 @pytest.mark.parametrize("allow", [(), ("of",)])
 @pytest.mark.parametrize("finished", [True, False])
 def test_one_that_lies_there_is_brought_back_in_the_place_of_an_unfinished_one(
