@@ -21,7 +21,7 @@ from typing import IO, Any, cast
 from ingot.base.errors import Failed, WrongInput
 from ingot.base.listing import files_below, is_there, names_like
 from ingot.base.processes import is_alive
-from ingot.base.remote.streams import WholeFile, version_of, web_client
+from ingot.base.remote.streams import WholeFile, by_proxy, version_of, web_client
 
 CHUNK_BYTES = 1 << 20
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP)
@@ -42,12 +42,15 @@ def stays_inside(path: str | PurePosixPath) -> bool:
 
 def _remote() -> Any:
     """fsspec, with gcsfs told that buckets are of the usual kind: it would otherwise probe each
-    bucket through an API that not every endpoint supports, and warn; and with our client for
-    web servers. Imported here: a command that reads no bucket starts without it.
+    bucket through an API that not every endpoint supports, and warn; to ask the proxy of the
+    network, as all other clients do; and with our client for web servers. Imported here: a command
+    that reads no bucket starts without it.
     """
     import fsspec
 
     os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
+    session = {"middlewares": (by_proxy,)}
+    fsspec.config.conf.setdefault("gs", {}).setdefault("session_kwargs", session)
     fsspec.config.conf.setdefault("http", {}).setdefault("get_client", web_client)
     return fsspec
 

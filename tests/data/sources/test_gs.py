@@ -15,12 +15,14 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
 
+from ingot.base.storage import open_read
 from ingot.config.load import dump_recipe
 from tests.data.small import recipe, sentences
-from tests.lazy import require
+from tests.lazy import lazy, require
 from tests.loopback import Loopback
 
 require("gcsfs", reason="gcsfs is not installed")
+fsspec, credentials = lazy("fsspec"), lazy("gcsfs.credentials")
 
 # The client reads its environment when it is imported, so it runs in another process.
 SCRIPT = """
@@ -160,3 +162,23 @@ def test_a_file_that_breaks_off_is_not_taken_for_its_beginning(
     done = run(tmp_path, bucket, "gs://bucket/set")
     assert done.returncode
     assert "ingot.base.errors.Failed: gs://bucket/set/a.jsonl broke off (" in done.stderr
+
+
+def test_the_proxy_of_the_network_is_asked(
+    tmp_path: Path, bucket: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the token of the bucket, whatever login for all hosts lies in ~/.netrc."""
+    (tmp_path / "netrc").write_text("default login a password b\n", encoding="utf-8")
+    monkeypatch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{bucket.server_address[1]}")
+    monkeypatch.setenv("no_proxy", "")
+    storage = {"token": "anon", "endpoint_url": "http://storage.example.test"}
+    monkeypatch.setitem(fsspec.config.conf, "gs", storage)
+    monkeypatch.setattr(credentials.GoogleCredentials, "apply", _with_token)
+    with open_read("gs://bucket/other/c.txt") as stream:
+        assert stream.read() == b"other"
+
+
+def _with_token(_: Any, headers: dict[str, str]) -> None:
+    headers["Authorization"] = "Bearer token"
