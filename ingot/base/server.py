@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, TypedDict
 
 from ingot.base.environment import RESOLVED_VARIABLE
 from ingot.base.errors import Failed, one_line
@@ -20,6 +20,8 @@ from ingot.base.lazy import lazy_import
 from ingot.base.processes import preexec_die_with_parent
 
 if TYPE_CHECKING:
+    import ssl
+
     import httpx
 else:  # imported only when a server is actually asked
     httpx = lazy_import("httpx")
@@ -78,7 +80,7 @@ def ask(
             json=body,
             headers=headers,
             timeout=ANSWER_TIMEOUT_S,
-            trust_env=heeds_proxy(url),
+            **environment_for(url),
         )
     except httpx.HTTPError as error:
         raise Failed(
@@ -107,11 +109,22 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def heeds_proxy(url: str) -> bool:
-    """Whether a client of the server at `url` asks the proxy that $HTTP_PROXY names, httpx's
-    `trust_env`. None can reach a server of this machine, and it would read what that is asked.
+class ClientEnvironment(TypedDict):
+    """As httpx has them."""
+
+    trust_env: bool
+    verify: ssl.SSLContext | bool
+
+
+def environment_for(url: str) -> ClientEnvironment:
+    """What a client of the server at `url` takes of the environment: the certificates that
+    $SSL_CERT_FILE names, and the proxy of $HTTP_PROXY unless the server is this machine's. None can
+    reach that, and it would read what that is asked.
     """
-    return not is_loopback(httpx.URL(url).host)
+    address = httpx.URL(url)
+    own = is_loopback(address.host)
+    verify = httpx.create_ssl_context() if own and address.scheme == "https" else True
+    return {"trust_env": not own, "verify": verify}
 
 
 def _relay(stream: IO[bytes], lines: queue.SimpleQueue[str | None]) -> None:
@@ -144,14 +157,13 @@ def _address(process: subprocess.Popen[bytes], lines: queue.SimpleQueue[str | No
 
 
 def _wait_for_health(process: subprocess.Popen[bytes], url: str) -> None:
-    deadline = time.monotonic() + START_TIMEOUT_S
+    deadline, environment = time.monotonic() + START_TIMEOUT_S, environment_for(url)
     while time.monotonic() < deadline:
         if process.poll() is not None:
             raise Failed(f"the server ended (exit {process.returncode}); its message stands above")
         with contextlib.suppress(httpx.HTTPError):
             if any(
-                httpx.get(f"{url}{route}", timeout=5.0, trust_env=heeds_proxy(url)).status_code
-                == httpx.codes.OK
+                httpx.get(f"{url}{route}", timeout=5.0, **environment).status_code == httpx.codes.OK
                 for route in ("/health", "/v2/health/ready")
             ):
                 return  # /v2/health/ready is Triton's

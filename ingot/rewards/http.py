@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 
 from ingot.base.errors import WrongInput
-from ingot.base.server import heeds_proxy
+from ingot.base.server import environment_for
 from ingot.config.sections.rewards import HttpReward
 from ingot.rewards.protocol import RewardFailed, Sample
 
@@ -34,7 +34,7 @@ class Http:
             timeout=settings.timeout,
             limits=httpx.Limits(max_connections=settings.at_once),
             headers=_headers(settings),
-            trust_env=heeds_proxy(settings.url),
+            **environment_for(settings.url),
         )
         self._thread.start()
 

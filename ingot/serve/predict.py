@@ -12,7 +12,7 @@ import httpx
 
 from ingot.base.errors import Failed, WrongInput
 from ingot.base.progress import say
-from ingot.base.server import heeds_proxy
+from ingot.base.server import environment_for
 from ingot.config.serving import answered, triton_question, triton_route
 from ingot.models.generation.classifier import Classifier, ClassScores
 from ingot.models.generation.fillmask import MaskChoices, MaskFiller
@@ -222,7 +222,7 @@ def _predict_remotely(url: str, prompt: str, options: PredictOptions, api_key: s
     base = url.rstrip("/").removesuffix("/v1")
     headers = {} if api_key is None else {b"Authorization": f"Bearer {api_key}".encode()}
     with httpx.Client(
-        base_url=base, headers=headers, timeout=TIMEOUT, trust_env=heeds_proxy(base)
+        base_url=base, headers=headers, timeout=TIMEOUT, **environment_for(base)
     ) as client:
         if (triton := _triton_model(client)) is not None:
             return _triton(client, triton, prompt, options)

@@ -29,8 +29,11 @@ class ServedModels:
 
     def __init__(self, addresses: Sequence[str]) -> None:
         self.addresses = [address.rstrip("/").removesuffix("/v1") for address in addresses]
+        encrypted = any(address.startswith("https:") for address in self.addresses)
         self.client = httpx.AsyncClient(
-            timeout=httpx.Timeout(ANSWER_S, connect=CONNECT_S), trust_env=False
+            timeout=httpx.Timeout(ANSWER_S, connect=CONNECT_S),
+            trust_env=False,  # asks no proxy, and would read no $SSL_CERT_FILE
+            verify=httpx.create_ssl_context() if encrypted else True,
         )
 
     async def look(self, number: int, key: str | None = None) -> dict[str, Any]:

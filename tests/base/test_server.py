@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ssl
 import sys
+from pathlib import Path
 
+import certifi
 import pytest
 
 from ingot.base import server
 from ingot.base.environment import RESOLVED_VARIABLE
 from ingot.base.errors import Failed
-from ingot.base.server import ask, heeds_proxy, running_server
+from ingot.base.server import ask, environment_for, running_server
 
 SERVER = """
 import http.server, json, os, sys
@@ -67,4 +70,18 @@ def test_no_proxy_is_asked_for_a_server_of_this_machine(monkeypatch: pytest.Monk
     ],
 )
 def test_other_servers_may_be_behind_a_proxy(url: str, heeds: bool) -> None:
-    assert heeds_proxy(url) is heeds
+    assert environment_for(url)["trust_env"] is heeds
+
+
+def test_a_server_of_this_machine_shows_a_certificate_of_the_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    certificates = Path(certifi.where()).read_text(encoding="utf-8")
+    end = "-----END CERTIFICATE-----\n"
+    (tmp_path / "own.pem").write_text(certificates.partition(end)[0] + end, encoding="utf-8")
+    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "own.pem"))
+    verify = environment_for("https://localhost:8443")["verify"]
+    assert isinstance(verify, ssl.SSLContext)
+    assert len(verify.get_ca_certs()) == 1
+    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "none.pem"))
+    assert environment_for("http://localhost:8000")["verify"] is True, "which needs none"

@@ -362,8 +362,8 @@ FAULTS = [
     Fault(
         "own-server-behind-a-proxy",
         "ingot/base/server.py",
-        "return not is_loopback(httpx.URL(url).host)",
-        "return True",
+        '"trust_env": not own',
+        '"trust_env": True',
         "a proxy of the network reads what a server of this machine is asked, and its key",
         "tests/rewards/test_http.py",
     ),

@@ -24,7 +24,7 @@ from torch import Tensor
 from ingot.base.errors import Failed, WrongInput, one_line
 from ingot.base.lazy import lazy_import
 from ingot.base.progress import say
-from ingot.base.server import heeds_proxy
+from ingot.base.server import environment_for
 from ingot.checkpoints.export import DTYPES, ExportType, export_model
 from ingot.config.sections.grpo import GRPOSettings
 from ingot.models.device import accelerator
@@ -68,7 +68,7 @@ class PolicyServer:
         self._client = httpx.Client(
             base_url=self._sampler.url,
             timeout=self._sampler.timeout,
-            trust_env=heeds_proxy(self._sampler.url),
+            **environment_for(self._sampler.url),
         )
         self._threads = ThreadPoolExecutor(settings.sample_rows, thread_name_prefix="vllm")
 
