@@ -38,9 +38,10 @@ def fetch_model(name: str, revision: str | None = None, *, tokenizer_only: bool 
     return folder
 
 
-def fetch_config(name: str, revision: str | None = None) -> Path:
-    """A folder with at least the `config.json` of the hub model `ORG/NAME`. The hub is asked once,
-    without retries, so that the answer or refusal is quick.
+def fetch_config(name: str, revision: str | None = None, *, adapters: bool = False) -> Path:
+    """A folder with at least the `config.json` of the hub model `ORG/NAME`, or with `adapters` the
+    `adapter_config.json` of what may be an adapter. The hub is asked once, without retries, so that
+    the answer or refusal is quick.
 
     Raises:
         WrongInput: as `fetch_model`; or the model has no configuration.
@@ -48,14 +49,16 @@ def fetch_config(name: str, revision: str | None = None) -> Path:
     """
     from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
 
-    known = try_to_load_from_cache(name, "config.json", revision=revision)
-    if isinstance(known, str):
-        return Path(known).parent
+    wanted = ["config.json", *(["adapter_config.json"] if adapters else [])]
+    for file in wanted:
+        if isinstance(known := try_to_load_from_cache(name, file, revision=revision), str):
+            return Path(known).parent
     with _hub_errors(name, revision):
         files = HfApi().model_info(name, revision=revision, timeout=ASK_S).siblings or []
-        if all(file.rfilename != "config.json" for file in files):
+        there = [file for file in wanted if any(each.rfilename == file for each in files)]
+        if not there:
             raise WrongInput(f"hf:{name} has no config.json and is no model; check the name")
-        return Path(hf_hub_download(name, "config.json", revision=revision)).parent
+        return Path(hf_hub_download(name, there[0], revision=revision)).parent
 
 
 def ask_tokenizer(name: str, revision: str | None = None) -> Path:

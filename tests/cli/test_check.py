@@ -230,6 +230,31 @@ def test_a_gate_that_may_find_its_metric_is_not_refused(
     assert not [line for line in told if any(words in line for words in refusals)], told
 
 
+def test_a_task_is_one_for_the_model_that_is_evaluated(place: Path) -> None:
+    """That its kind is another was told once the training before it was paid for."""
+    write_model(place, "encoder", architectures=["BertForSequenceClassification"])
+    write_model(place, "writer", is_encoder_decoder=True)
+    write_model(place, "decoder")
+    (place / "adapter").mkdir()
+    (place / "adapter" / "adapter_config.json").write_text("{}")
+    beams = "{kind: rouge, source: pairs.jsonl, beams: 2}"
+    choice = "{kind: choice, source: items.jsonl}"
+    refusal = "as it is set here, cannot be measured on evaluate.model"
+    for model, tasks, count in (
+        ("encoder", choice, 1),
+        ("encoder", "{kind: loss}", 1),
+        ("decoder", beams, 1),
+        ("writer", beams, 0),
+        ("decoder", choice, 0),
+        ("adapter", choice, 0),
+    ):
+        wrong = found(f"evaluate={{model: {model}, tasks: [{tasks}]}}").wrong
+        lines = [line for line in wrong if "evaluate.model" in line or "config.json" in line]
+        assert [refusal in line for line in lines] == [True] * count, (model, tasks, wrong)
+    wrong = found("evaluate={model: encoder, prompts: [a]}").wrong
+    assert "evaluate.prompts are for models that write" in wrong[0], wrong
+
+
 def test_a_task_that_is_watched_is_checked_before_training(place: Path) -> None:
     """On the model that is trained, whichever one is evaluated later."""
     other = (CHATS, "objective.kind=sft", "evaluate={model: other, tasks: [{kind: reward}]}")

@@ -992,4 +992,12 @@ FAULTS = [
         "a proof counts what it could not check among what holds",
         "tests/verify/test_tokenizer.py",
     ),
+    Fault(
+        "evaluates-what-cannot-answer",
+        "ingot/cli/check/sources.py",
+        "if misfit or not reads:",
+        "if False:",
+        "that no task can be measured on evaluate.model is told once the training before is paid",
+        "tests/cli/test_check.py",
+    ),
 ]

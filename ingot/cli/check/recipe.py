@@ -17,10 +17,15 @@ from ingot.base.errors import WrongInput
 from ingot.base.processes import python_with_module
 from ingot.base.progress import say
 from ingot.base.reports import read_record
-from ingot.cli.check.sources import FarSources, check_evaluation, check_sources, check_tasks
+from ingot.cli.check.sources import (
+    FarSources,
+    check_evaluated,
+    check_evaluation,
+    check_sources,
+    check_tasks,
+)
 from ingot.cli.check.training import (
     check_model,
-    check_other_model,
     check_tokenizer_fits,
     check_training,
     need,
@@ -53,7 +58,7 @@ READS: dict[str, tuple[str, ...]] = {
     "prepared": ("model", "objective", "data", "tokenizer", "output", "name"),
     "training": ("model", "objective", "data", "train", "parallel", "launch", "pipeline"),
     "rewards": ("objective", "evaluate", "launch", "pipeline"),
-    "evaluated": ("evaluate",),
+    "evaluated": ("evaluate", "objective", "data"),
     "measured": ("evaluate", "objective", "data", "train"),
     "tasks": ("evaluate", "objective", "data", "launch", "pipeline"),
     "gate": ("gate", "evaluate", "objective", "data"),
@@ -107,7 +112,7 @@ def findings(
     if asks("rewards", "train", "evaluate") and here:
         _check_rewards(recipe, given, found)
     if asks("evaluated", "evaluate") and recipe.evaluate.model is not None:
-        found.ask(check_other_model, recipe.evaluate.model, "evaluate.model")
+        check_evaluated(recipe, recipe.evaluate.model, found)
     if asks("gate", "gate"):
         _check_gate(recipe, found)
     if asks("serving", "serve", "deploy", "register"):

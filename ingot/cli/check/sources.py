@@ -26,10 +26,18 @@ from urllib.parse import urlsplit
 from ingot.base.errors import IngotError, WrongInput
 from ingot.base.remote.service import EMULATOR
 from ingot.base.storage import is_remote, open_read
-from ingot.config.models.source import trained_kind
+from ingot.config.models.source import (
+    ADAPTER,
+    ModelKind,
+    kind_of,
+    kind_that_reads,
+    model_config,
+    named_config,
+    trained_kind,
+)
 from ingot.config.recipe import NO_SOURCE, Recipe
 from ingot.config.sections.data import SourceSettings
-from ingot.config.sections.evaluation import TaskSettings
+from ingot.config.sections.evaluation import LossTask, TaskSettings
 from ingot.config.sections.measured import why_not_compressed
 from ingot.config.values import Findings
 from ingot.data.documents.kinds import DocumentExtractor
@@ -190,6 +198,36 @@ def check_tasks(recipe: Recipe, verbs: Collection[str], found: Findings) -> None
         for kind in kinds:
             if problem := task.why_not(recipe.objective, kind):
                 found.add(f"evaluate.tasks, {task.name}: {problem}", f"evaluate.tasks.{number}")
+
+
+def check_evaluated(recipe: Recipe, source: str, found: Findings) -> None:
+    """Check that `evaluate.model` is a model, of a kind that each task can measure. The kind of an
+    adapter is seen when it is measured: its base may have to be fetched.
+    """
+    kind = found.ask(_kind_named, source, at="evaluate.model")
+    if kind is None:
+        return
+    if recipe.evaluate.prompts and kind not in ("decoder", "seq2seq"):
+        found.add(
+            f"evaluate.prompts are for models that write, and evaluate.model {source} is of kind"
+            f" {kind}; remove them, or give another model"
+        )
+    for number, task in enumerate(recipe.tasks):
+        reads = kind == kind_that_reads(recipe) or not isinstance(task, LossTask)
+        # What is wrong with the documents is told of every model.
+        misfit = task.why_not(recipe.objective, kind) and not task.why_not(recipe.objective, None)
+        if misfit or not reads:
+            found.add(
+                f"evaluate.tasks, {task.name}: {task.kind}, as it is set here, cannot be measured"
+                f" on evaluate.model {source}, which is of kind {kind}; change or remove the task,"
+                " or give another model",
+                f"evaluate.tasks.{number}",
+            )
+
+
+def _kind_named(source: str) -> ModelKind | None:
+    folder = named_config(source, "evaluate.model", adapters=True)
+    return None if (folder / ADAPTER).is_file() else kind_of(model_config(folder))
 
 
 def check_evaluation(recipe: Recipe, found: Findings, far: FarSources, *, here: bool) -> None:

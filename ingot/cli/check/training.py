@@ -20,6 +20,7 @@ from ingot.cloud.machines import MACHINES
 from ingot.config.identity import check_others_weights
 from ingot.config.models.family import sizes
 from ingot.config.models.source import (
+    ADAPTER,
     check_lengths,
     check_lora,
     check_positions,
@@ -63,7 +64,7 @@ from ingot.tokenizers.tokenizer import Tokenizer
 FLOAT8_CAPABILITY = 8.9
 OLDER = ("nvidia-tesla-", "nvidia-a100")
 """Name prefixes of accelerators without float8."""
-ADAPTER, RANDOM = "adapter_config.json", "starts from random weights"
+RANDOM = "starts from random weights"
 
 
 def check_model(recipe: Recipe, found: Findings) -> dict[str, Any] | None:

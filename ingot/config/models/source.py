@@ -52,7 +52,7 @@ WORDS: dict[HFKind, str] = {
     "masked": "a masked language model",
 }
 """Each kind of transformers' models in words."""
-CONFIG, META = "config.json", "params.json"
+CONFIG, META, ADAPTER = "config.json", "params.json", "adapter_config.json"
 _MAY_BE_LEFT_OUT = (
     *("rope_parameters", "rope_scaling", "rope_theta", "head_dim"),
     *("pad_token_id", "decoder_start_token_id"),
@@ -223,10 +223,13 @@ def config_folder(model: ModelSettings) -> Path | None:
     return fetch_config(rest, model.revision) if scheme == "hf" else source_folder(model)
 
 
-def named_config(source: str, knob: str) -> Path:
-    """A folder with the configuration of the model that `knob` names; raises as `named_folder`."""
+def named_config(source: str, knob: str, *, adapters: bool = False) -> Path:
+    """A folder with the configuration of the model that `knob` names, which with `adapters` may be
+    that of an adapter alone; raises as `named_folder`.
+    """
     scheme, _, rest = source.partition(":")
-    return fetch_config(rest) if scheme == "hf" else named_folder(source, knob)
+    is_hub = scheme == "hf"
+    return fetch_config(rest, adapters=adapters) if is_hub else named_folder(source, knob)
 
 
 def named_folder(source: str, knob: str, revision: str | None = None) -> Path:
