@@ -216,10 +216,23 @@ def test_what_is_wrong_is_told_with_its_place(place: Path, what: str) -> None:
             "gate.metric=rouge/rouge1",
         ),
         ("gate.metric=loss/bits_per_byte/texts.jsonl",),
+        ("gate.metric=bits_per_byte/texts.jsonl",),
+        (
+            "objective={kind: classify, labels: [and/or, b]}",
+            "gate.metric=f1_and/or",
+        ),
         ("gate.metric=accuracy",),
         ("evaluate.tasks=[{kind: reward}]", "gate.metric=loss/accuracy", "gate.override=deploy"),
     ],
-    ids=["of another package", "of another model", "of a source", "a tail", "overridden"],
+    ids=[
+        "of another package",
+        "of another model",
+        "of a source",
+        "of a source, a tail",
+        "a tail of a class",
+        "a tail",
+        "overridden",
+    ],
 )
 def test_a_gate_that_may_find_its_metric_is_not_refused(
     place: Path, overrides: tuple[str, ...]

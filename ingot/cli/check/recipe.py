@@ -34,7 +34,7 @@ from ingot.cli.installed import java, java_wanted
 from ingot.config.load import RecipeErrors, read_with_origins, without_errors
 from ingot.config.recipe import Recipe
 from ingot.config.sections.data import SourceSettings
-from ingot.config.sections.measured import is_measured, metrics_of
+from ingot.config.sections.measured import is_measured, is_tail, metrics_of
 from ingot.config.values import Findings, Values
 from ingot.data.sources.find import find_source
 from ingot.launch.job import launcher_of
@@ -215,6 +215,8 @@ def _check_gate(recipe: Recipe, found: Findings) -> None:
     for metric in recipe.gate.metrics(recipe.objective.judged):
         task, slash, _ = metric.partition("/")
         if not slash or is_measured(metric, recipe.tasks, recipe.objective):
+            continue
+        if task not in names and is_tail(metric, recipe.tasks, recipe.objective):
             continue
         if task in names:
             own = [one for one in recipe.tasks if one.name == task]

@@ -46,6 +46,15 @@ def is_measured(metric: str, tasks: Sequence[TaskSettings], objective: Objective
     return not names or rest in names or _is_of_source(rest, one, objective)
 
 
+def is_tail(tail: str, tasks: Sequence[TaskSettings], objective: ObjectiveSettings) -> bool:
+    """Whether a key that one of `tasks` is known to measure ends in `/TAIL`, as the gate may name
+    it: `METRIC/SOURCE`, or a metric that has a slash itself.
+    """
+    return any(
+        f"/{name}".endswith(f"/{tail}") for one in tasks for name in one.metrics_with(objective)
+    ) or any(_is_of_source(tail, one, objective) for one in tasks)
+
+
 def _is_of_source(rest: str, task: TaskSettings, objective: ObjectiveSettings) -> bool:
     """Whether `METRIC/SOURCE` is what a task tells of one of its sources."""
     return any(rest.startswith(f"{name}/") for name in task.source_metrics(objective))
