@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from types import FrameType
+
+from ingot.base.progress import open_closed_streams
 
 
 def main() -> None:
@@ -19,23 +20,6 @@ def main() -> None:
     from ingot.cli.app import main as run
 
     run()
-
-
-def open_closed_streams() -> None:
-    """Give what was started without stdin, stdout or stderr (`>&-`) an empty one: there would be
-    nothing to flush, and the next file that is opened would get its number, and what is meant for
-    the stream.
-    """
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
-        if getattr(sys, name) is None:
-            descriptor = os.open(os.devnull, os.O_RDWR)  # the lowest that is free: `number`
-            os.set_inheritable(descriptor, True)
-            # Open to the end, also where another stream takes its place.
-            mode = "w" if number else "r"
-            stream = os.fdopen(
-                descriptor, mode, encoding="utf-8", errors="backslashreplace", closefd=False
-            )
-            setattr(sys, name, stream)
 
 
 def _stop(number: int, frame: FrameType | None) -> None:

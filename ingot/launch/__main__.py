@@ -7,12 +7,13 @@ from __future__ import annotations
 import sys
 
 from ingot.base.errors import IngotError, leave
-from ingot.base.progress import outlive_reader, say
+from ingot.base.progress import open_closed_streams, outlive_reader, say
 from ingot.launch.job import Job
 from ingot.launch.places.local import foreground
 
 
 def main() -> int:
+    open_closed_streams()
     outlive_reader()
     processes, *argv = sys.argv[1:]
     try:

@@ -262,7 +262,7 @@ sys.exit(subprocess.run([sys.executable, *sys.argv[1:]], close_fds=False).return
 """
 CHILD = """
 import os, subprocess, sys
-from ingot.cli.start import open_closed_streams
+from ingot.base.progress import open_closed_streams
 open_closed_streams()
 print("told")
 print("\\udcff", file=sys.stderr)
@@ -277,9 +277,10 @@ sys.exit(subprocess.run([sys.executable, "-c", ask], **given).returncode)
 def test_what_is_started_without_streams_and_its_children_have_empty_ones(
     closed: tuple[int, ...],
 ) -> None:
-    """As by `>&-`, or by a service that gives none."""
+    """As by `>&-`, or by a service that gives none; a node hands them on to its ranks."""
     without = [sys.executable, "-c", WITHOUT.format(closed)]
-    for given in (["-c", CHILD], ["-m", "ingot", "--version"]):
+    node = ["-m", "ingot.launch.node", "--", "--version"]
+    for given in (["-c", CHILD], ["-m", "ingot", "--version"], node):
         done = subprocess.run(
             [*without, *given], stdin=subprocess.DEVNULL, capture_output=True, check=False
         )

@@ -930,7 +930,7 @@ FAULTS = [
     ),
     Fault(
         "streams-left-closed",
-        "ingot/cli/start.py",
+        "ingot/base/progress.py",
         "        if getattr(sys, name) is None:\n",
         "        if number > 2:\n",
         "what is meant for a closed stdout or stderr lands in a file of the run that got its number",
