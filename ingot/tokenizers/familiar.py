@@ -1,10 +1,13 @@
-"""Whether weights have met the ids of a tokenizer: by the tokenizer that lies beside them."""
+"""Whether weights have met the ids of a tokenizer: by the tokenizer that lies beside them. And
+whether a model finds in a text what it is read at.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from ingot.base.errors import WrongInput
+from ingot.config.models.types import ENDS_AT_EOS
 from ingot.config.recipe import Recipe
 from ingot.tokenizers.load import load_tokenizer
 from ingot.tokenizers.tokenizer import Tokenizer
@@ -52,6 +55,17 @@ def check_own(recipe: Recipe, tokenizer: Tokenizer, folder: Path) -> None:
         raise WrongInput(
             f"model.source {recipe.model.source} {strange}: it has another tokenizer than when the"
             " data was prepared; run `ingot prepare`"
+        )
+
+
+def check_end(recipe: Recipe, model_type: str, tokenizer: Tokenizer) -> None:
+    """Raises WrongInput if a classifier of this type reads a text at an end that the tokenizer puts
+    nowhere.
+    """
+    if model_type in ENDS_AT_EOS and not tokenizer.alone[1]:
+        raise WrongInput(
+            f"{recipe.model.source} reads the class of a text at its EOS, and this tokenizer puts"
+            " none behind a text; take one that does (tokenizer.source), such as the model's own"
         )
 
 

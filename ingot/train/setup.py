@@ -22,7 +22,6 @@ from ingot.config.identity import (
 )
 from ingot.config.models.lineage import read_lineage
 from ingot.config.models.source import ModelKind, check_lora
-from ingot.config.models.types import ENDS_AT_EOS
 from ingot.config.recipe import Recipe
 from ingot.config.sections.measured import tracked_of_sources
 from ingot.config.sections.objective import TWO_ROWS
@@ -51,7 +50,7 @@ from ingot.parallel.apply import WrapSettings
 from ingot.parallel.float8 import check_float8
 from ingot.parallel.mesh import Mesh
 from ingot.parallel.recompute import check_runs
-from ingot.tokenizers.familiar import check_own
+from ingot.tokenizers.familiar import check_end, check_own
 from ingot.tokenizers.load import load_tokenizer
 from ingot.tokenizers.teacher import check_teacher, teacher_folder, teacher_vocabulary
 from ingot.tokenizers.tokenizer import Tokenizer
@@ -229,7 +228,8 @@ def make_setup(recipe: Recipe, mesh: Mesh, *, fresh: bool = False) -> TrainSetup
     _check_model(recipe, model_spec, mesh, compute)
     _check_groups(recipe, model_spec)
     _check_tokenizer(recipe, prepared, tokenizer)
-    _check_end(recipe, model_spec, tokenizer)
+    if model_spec.kind == "encoder" and isinstance(model_spec.config, HFConfig):
+        check_end(recipe, model_spec.config.model_type, tokenizer)
     if mesh.is_main and model_spec.folder is not None and not model_spec.random:
         check_own(recipe, tokenizer, model_spec.folder)
     made = None if model_spec.folder is None else read_lineage(model_spec.folder)
@@ -341,17 +341,6 @@ def _check_groups(recipe: Recipe, model_spec: ModelSpec) -> None:
             add_lora(model, recipe.model.lora, recipe.seed)
         trained = [name for name, one in model.named_parameters() if one.requires_grad]
         check_groups(recipe.train.optimizer, trained)
-
-
-def _check_end(recipe: Recipe, model_spec: ModelSpec, tokenizer: Tokenizer) -> None:
-    """Raises WrongInput if the model reads a text at an end that its tokenizer puts nowhere."""
-    config = model_spec.config
-    is_read_there = isinstance(config, HFConfig) and config.model_type in ENDS_AT_EOS
-    if is_read_there and model_spec.kind == "encoder" and not tokenizer.alone[1]:
-        raise WrongInput(
-            f"{recipe.model.source} reads the class of a text at its EOS, and this tokenizer puts"
-            " none behind a text; take one that does (tokenizer.source), such as the model's own"
-        )
 
 
 def _check_tokenizer(recipe: Recipe, prepared: PreparedData, tokenizer: Tokenizer) -> None:

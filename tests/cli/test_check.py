@@ -658,3 +658,18 @@ def test_spans_need_sentinels_and_a_model_that_writes(place: Path) -> None:
     assert "has no sentinels (<extra_id_0>" in refused
     (decoder,) = found("objective.kind=span_corruption").wrong
     assert "model_type `llama` is not supported as a sequence-to-sequence model" in decoder
+
+
+def test_a_classifier_that_is_read_at_the_end_of_a_text_needs_one(place: Path) -> None:
+    """Else it is told by `train`, after all data are prepared."""
+    train_bpe(["some text"], 280).save(place / "endless")
+    train_bpe(["some text"], 280, ends=True).save(place / "ended")
+    classify = "objective={kind: classify, labels: [a, b]}"
+    for name, model, count in (
+        ("endless", "t5-mini", 1),
+        ("ended", "t5-mini", 0),
+        ("endless", "bert-mini", 0),
+    ):
+        given = (classify, f"model.source=preset:{model}", f"tokenizer.source={name}")
+        told = [line for line in found(*given, verbs=("prepare",)).wrong if "at its EOS" in line]
+        assert len(told) == count, told

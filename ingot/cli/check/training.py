@@ -49,7 +49,7 @@ from ingot.config.shape import (
 from ingot.config.values import Findings
 from ingot.data.batches.spans import hiding_of
 from ingot.tokenizers.chats.templates import find_template, for_recipe
-from ingot.tokenizers.familiar import check_reference
+from ingot.tokenizers.familiar import check_end, check_reference
 from ingot.tokenizers.load import load_tokenizer, resolve_tokenizer
 from ingot.tokenizers.teacher import (
     KNOB,
@@ -132,7 +132,7 @@ def check_tokenizer_fits(recipe: Recipe, model: Mapping[str, Any] | None, found:
     vocabulary: int | None = recipe.tokenizer.vocab_size
     if not recipe.trains_tokenizer:
         known = model is not None or recipe.tokenizer.source is not None
-        vocabulary = _check_tokenizer(recipe, found) if known else None
+        vocabulary = _check_tokenizer(recipe, model, found) if known else None
     given = recipe.model.config.get("vocab_size") if model else None
     limit = given if model and model[RANDOM] else model and model.get("vocab_size")
     if isinstance(vocabulary, int) and isinstance(limit, int) and vocabulary > limit:
@@ -143,11 +143,17 @@ def check_tokenizer_fits(recipe: Recipe, model: Mapping[str, Any] | None, found:
         )
 
 
-def _check_tokenizer(recipe: Recipe, found: Findings) -> int | None:
+def _check_tokenizer(
+    recipe: Recipe, model: Mapping[str, Any] | None, found: Findings
+) -> int | None:
     """The vocabulary size of a tokenizer that is not trained; None if it cannot be determined."""
     knob = "model.source" if recipe.tokenizer.source is None else "tokenizer.source"
     tokenizer = found.ask(_tokenizer, recipe, at=knob)
-    return None if tokenizer is None else tokenizer.vocab_size
+    if tokenizer is None:
+        return None
+    if model is not None and trained_kind(recipe) == "encoder":
+        found.ask(check_end, recipe, str(model.get("model_type")), tokenizer, at=knob)
+    return tokenizer.vocab_size
 
 
 def _tokenizer(recipe: Recipe) -> Tokenizer:
