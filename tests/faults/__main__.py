@@ -37,7 +37,11 @@ def main() -> int:
     results.parent.mkdir(exist_ok=True)
     if asked.fresh:
         results.unlink(missing_ok=True)
-    faults = drawn(asked.mutants, asked.seed) if asked.mutants else FAULTS
+    faults = [
+        fault
+        for fault in (drawn(asked.mutants, asked.seed) if asked.mutants else FAULTS)
+        if not asked.only or any(part in f"{fault.id} {fault.file}" for part in asked.only)
+    ]
     if not asked.page:
         _try(faults, results, asked)
     known = _current(faults, results)
@@ -59,12 +63,6 @@ def _current(faults: list[Fault], path: Path) -> dict[str, Result]:
 
 
 def _try(faults: list[Fault], results: Path, asked: argparse.Namespace) -> None:
-    asked_for = [
-        fault
-        for fault in sorted(faults, key=lambda fault: not fault.by)
-        if not asked.only or any(part in f"{fault.id} {fault.file}" for part in asked.only)
-    ]
-
     def done(result: Result) -> None:
         line = json.dumps(asdict(result)) + "\n"
         with results.open("ab", buffering=0) as stream:
@@ -76,7 +74,7 @@ def _try(faults: list[Fault], results: Path, asked: argparse.Namespace) -> None:
         known = _current(faults, results)
         todo = [
             fault
-            for fault in asked_for
+            for fault in sorted(faults, key=lambda fault: not fault.by)
             if fault.id not in known
             or (asked.again and not deep and known[fault.id].outcome != "caught")
             or (deep and known[fault.id].outcome == SHALLOW)
