@@ -683,8 +683,8 @@ FAULTS = [
     Fault(
         "kto-meets-its-own-answer",
         "ingot/data/batches/samples.py",
-        "return first + (number - first + max(1, round(GOLDEN * size))) % size",
-        "return first + (number - first + size) % size",
+        "return first + (place + max(1, round(GOLDEN * size))) % size",
+        "return first + (place + size) % size",
         "each prompt of the KL of KTO meets its own answer",
         "tests/objectives/test_kto.py",
     ),

@@ -4,7 +4,6 @@ not of documents.
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +15,7 @@ from ingot.data.batches.hiding import Hiding
 from ingot.data.batches.samples import Samples
 from ingot.data.columns.column import bin_path, token_dtype
 from ingot.data.columns.manifest import MASK, ColumnPart, PreparedData, read_prepared
-from ingot.data.columns.reader import IGNORE, Ids, PartReader, PreparedSplit, SplitFiles
+from ingot.data.columns.reader import IGNORE, Ids, PartReader, PreparedSplit, SplitFiles, placed
 from ingot.data.packing.tables import ONE_PER_ROW, read_packed, table_name
 from ingot.data.splits import Split
 
@@ -187,12 +186,8 @@ class Rows(PreparedSplit):
             some = ids[first : first + step]
             draft = _RowBuffer(len(some), self.seq_len, self._dtype, masked=self._masked)
             for place, i in enumerate(some):
-                if not 0 <= i < len(self):
-                    raise IndexError(f"row {i} of {len(self)}")
-                source = bisect.bisect_right(self._ends, i)
-                self._sources[source].fill(
-                    draft, place, i - (self._ends[source] - self.sizes[source])
-                )
+                source, number = self._at(i)
+                self._sources[source].fill(draft, place, number)
             draft.finish(PackedRow(*made[:, first : first + step]))
         return PackedRow(*made)
 
@@ -264,18 +259,17 @@ class _StreamSource(PartReader):
         """Write row `number` of this source into row `row` of the draft."""
         begin, done = number * draft.length, 0
         wanted = min(draft.length + 1, self._ends[-1] - begin)
-        index = bisect.bisect_right(self._ends, begin)
+        index, low = placed(self._ends, begin)
         base = row * (draft.length + 1)
         draft.cuts.append(base)
         line = draft.stream[row]
         while done < wanted:
             column = self.column("tokens", index)
-            low = begin + done - (self._ends[index] - self._sizes[index])
             high = min(low + wanted - done, self._sizes[index])
             line[done : done + high - low] = column.slice(low, high)
             shift = base + done - low
             draft.cuts += [start + shift for start in column.starts(low, high)]
-            done, index = done + high - low, index + 1
+            done, index, low = done + high - low, index + 1, 0
         if done <= draft.length:
             draft.pad(row, done)
 
@@ -285,11 +279,8 @@ class _PartwiseSource(PartReader):
 
     def fill(self, draft: _RowBuffer, row: int, number: int) -> None:
         """Write row `number` of this source into row `row` of the draft."""
-        index = bisect.bisect_right(self._ends, number)
-        low, base = (
-            (number - (self._ends[index] - self._sizes[index])) * draft.length,
-            row * (draft.length + 1),
-        )
+        index, place = placed(self._ends, number)
+        low, base = place * draft.length, row * (draft.length + 1)
         column = self.column("tokens", index)
         high = min(low + draft.length + 1, column.elements)
         draft.stream[row][: high - low] = column.slice(low, high)
@@ -315,10 +306,10 @@ class _PlannedSource(PartReader):
 
     def fill(self, draft: _RowBuffer, row: int, number: int) -> None:
         """Write row `number` of this source into row `row` of the draft."""
-        index = bisect.bisect_right(self._ends, number)
+        index, planned = placed(self._ends, number)
         table, tokens = self.column(self._table, index), self.column("tokens", index)
         mask = self.column(MASK, index) if self._masked else None
-        pieces = table[number - (self._ends[index] - self._sizes[index])].tolist()
+        pieces = table[planned].tolist()
         base, place, line = row * (draft.length + 1), 0, draft.stream[row]
         for record, begin, size in zip(pieces[::3], pieces[1::3], pieces[2::3], strict=True):
             first, length = tokens.span(record)

@@ -4,7 +4,6 @@ columns on demand: one record, or one piece of a masked text, each.
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +16,7 @@ from ingot.config.sections.data import COLUMNS
 from ingot.data.batches.hiding import Hiding
 from ingot.data.columns.column import Column, bin_path
 from ingot.data.columns.manifest import LABEL, MASK, ColumnPart, PreparedData
-from ingot.data.columns.reader import IGNORE, Ids, PartReader, PreparedSplit, SplitFiles
+from ingot.data.columns.reader import IGNORE, Ids, PartReader, PreparedSplit, SplitFiles, placed
 from ingot.data.packing.tables import read_packed, table_name
 from ingot.data.splits import Split
 
@@ -130,7 +129,7 @@ class Samples(PreparedSplit):
         """
         count = len(ids) if count is None else count
         if self.kind == "masked":
-            rows = [source.pieces(number) for source, number in map(self._at, ids)]
+            rows = [self._sources[source].pieces(number) for source, number in map(self._at, ids)]
             return self._masked(rows, count, places)
         found = [self._record(i) for i in ids]
         if self.kind == "preference":
@@ -211,22 +210,16 @@ class Samples(PreparedSplit):
         from 0 in the order of the samples, `[count]`.
         """
         records = [self._at(i) for i in range(count)]
-        found = [source.record_of(number) for source, number in records]
+        found = [self._sources[source].record_of(number) for source, number in records]
         new = [
             index == 0 or (one, records[index][0]) != (found[index - 1], records[index - 1][0])
             for index, one in enumerate(found)
         ]
         return np.cumsum(new, dtype=np.int64) - 1
 
-    def _at(self, i: int) -> tuple[_SampleSource, int]:
-        """The source of sample `i`, and its row there."""
-        if not 0 <= i < len(self):
-            raise IndexError(f"row {i} of {len(self)}")
-        source = bisect.bisect_right(self._ends, i)
-        return self._sources[source], i - (self._ends[source] - self.sizes[source])
-
     def _record(self, i: int, *, other: bool = False) -> dict[str, Ids]:
-        found, number = self._at(i)
+        source, number = self._at(i)
+        found = self._sources[source]
         return found.record(found.other(number) if other else number, COLUMNS[self.kind])
 
 
@@ -245,21 +238,18 @@ class _SampleSource(PartReader):
         them, so that the answers to one prompt, side by side or in two halves, do not meet. A part
         of one row has no other: its answer stands behind its own prompt.
         """
-        index = bisect.bisect_right(self._ends, number)
-        first, size = self._ends[index] - self._sizes[index], self._sizes[index]
-        return first + (number - first + max(1, round(GOLDEN * size))) % size
+        index, place = placed(self._ends, number)
+        first, size = number - place, self._sizes[index]
+        return first + (place + max(1, round(GOLDEN * size))) % size
 
     def record_of(self, number: int) -> tuple[int, int]:
         """The part and the record that row `number` is of."""
-        index = bisect.bisect_right(self._ends, number)
-        table = self.column(self._table, index)
-        return index, int(table[number - (self._ends[index] - self._sizes[index])][0])
+        index, _, planned = self._planned(number)
+        return index, int(planned[0])
 
     def record(self, number: int, names: Sequence[str]) -> dict[str, Ids]:
         """The columns `names` of the record that is row `number` of this source."""
-        index = bisect.bisect_right(self._ends, number)
-        table = self.column(self._table, index)
-        piece = table[number - (self._ends[index] - self._sizes[index])]
+        index, table, piece = self._planned(number)
         if len(piece) != 3:
             raise self._damaged(table, number)
         columns = [self.column(name, index) for name in names]
@@ -275,9 +265,8 @@ class _SampleSource(PartReader):
 
     def pieces(self, number: int) -> list[Ids]:
         """The pieces of masked texts that are row `number` of this source."""
-        index = bisect.bisect_right(self._ends, number)
-        table, column = self.column(self._table, index), self.column(BODY, index)
-        planned = table[number - (self._ends[index] - self._sizes[index])].tolist()
+        index, table, row = self._planned(number)
+        planned, column = row.tolist(), self.column(BODY, index)
         found = [
             column[record][begin : begin + size]
             for record, begin, size in zip(planned[::3], planned[1::3], planned[2::3], strict=False)
@@ -286,6 +275,12 @@ class _SampleSource(PartReader):
         if not found or 3 * len(found) < len(planned) or not all(map(len, found)):
             raise self._damaged(table, number)
         return found
+
+    def _planned(self, number: int) -> tuple[int, Column, Ids]:
+        """The part of row `number`, its row table, and the pieces that this plans for the row."""
+        index, place = placed(self._ends, number)
+        table = self.column(self._table, index)
+        return index, table, table[place]
 
     def _damaged(self, table: Column, number: int) -> WrongInput:
         return WrongInput(

@@ -4,6 +4,7 @@ use, and their properties.
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import queue
 import threading
@@ -108,6 +109,12 @@ class PreparedSplit:
     def __len__(self) -> int:
         return self._ends[-1]
 
+    def _at(self, i: int) -> tuple[int, int]:
+        """The source of row or sample `i`, and its number there."""
+        if not 0 <= i < len(self):
+            raise IndexError(f"row {i} of {len(self)}")
+        return placed(self._ends, i)
+
     def bring(self, part: int, *, wait: bool = True) -> bool:
         """Fetch the files of a part, numbered across the sources. Without `wait`, returns False if
         another process is fetching one of them.
@@ -209,6 +216,14 @@ def opening(
         sums,
         OpenColumns(max(1, open_file_limit() // OPEN_SHARE)),
     )
+
+
+def placed(ends: Sequence[int], number: int) -> tuple[int, int]:
+    """Which of several lists holds item `number` of all of them, and its number there. `ends`: the
+    items up to the end of each list.
+    """
+    index = bisect.bisect_right(ends, number)
+    return index, number - (ends[index - 1] if index else 0)
 
 
 class PartReader:
