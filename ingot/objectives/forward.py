@@ -33,9 +33,7 @@ def forward(
     Over ranks that share rows, the sums add up to those of the whole rows.
     """
     single_documents = batch.single_documents
-    on_device = (batch if sharing is None else shard_batch(batch, sharing)).to(
-        device, non_blocking=True
-    )
+    on_device = shard_batch(batch, sharing).to(device, non_blocking=True)
     segments = None if single_documents else on_device.segments
     # Weights that are gathered for a layer and let go would stay, all of them, as copies.
     keeps = compute != "fp32" and not is_sharded(module)
@@ -83,8 +81,12 @@ def first_pass(
     return total
 
 
-def shard_batch(batch: Batch, sharing: RowSharing) -> Batch:
-    """The part of each row that this rank holds, `[B, T]` -> `[B, S]`."""
+def shard_batch(batch: Batch, sharing: RowSharing | None) -> Batch:
+    """The part of each row that this rank holds, `[B, T]` -> `[B, S]`; all of it if rows are not
+    shared.
+    """
+    if sharing is None:
+        return batch
     share = sharing.share
     return replace(
         batch,
@@ -145,10 +147,7 @@ class PipelinedBatches:
         )
         self._batches = batches
         self._on_device = [
-            (batch if sharing is None else shard_batch(batch, sharing)).to(
-                device, non_blocking=True
-            )
-            for batch in batches
+            shard_batch(batch, sharing).to(device, non_blocking=True) for batch in batches
         ]
         self._single_documents = [batch.single_documents for batch in batches]
         self._total: Tensor | None = None

@@ -251,7 +251,7 @@ def _table(
         Progress("reference", len(mine), "pairs", quiet=not mesh.is_main) as progress,
     ):
         for batch in batches:
-            there = (batch if sharing is None else shard_batch(batch, sharing)).to(mesh.device)
+            there = shard_batch(batch, sharing).to(mesh.device)
             values = -model(
                 there.tokens, there.positions, there.segments, there.labels, CrossEntropy().token
             )

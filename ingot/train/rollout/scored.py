@@ -97,7 +97,7 @@ def refer(
     or the reference.
     """
     sharing = row_sharing(mesh)
-    there = (batch if sharing is None else shard_batch(batch, sharing)).to(mesh.device)
+    there = shard_batch(batch, sharing).to(mesh.device)
     assert batch.values is not None
     with computing_in(compute, mesh.device):
         found = reference(
