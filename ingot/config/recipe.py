@@ -9,7 +9,7 @@ from pydantic import Field, ValidationInfo, model_validator
 
 from ingot.base.runfolder import RunFolder
 from ingot.base.storage import is_remote
-from ingot.config.section import Section
+from ingot.config.section import FileName, Section
 from ingot.config.sections.checkpoint import Checkpoint, Resume, Track
 from ingot.config.sections.data import Data, Pack, truncations
 from ingot.config.sections.deployment import (
@@ -48,7 +48,7 @@ NO_SOURCE = "data.train has no source; add one, such as `data: {train: [{source:
 class Recipe(Section):
     """What `ingot VERB recipe.yaml` reads."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
+    name: FileName
     """Name of the run; its folder is OUTPUT/NAME."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seeds initial weights, data order and sampling."""

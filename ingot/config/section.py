@@ -27,6 +27,8 @@ from ingot.config.documents import Exponent, with_numbers
 from ingot.config.doors import Door, load_dotted
 
 Positive = Annotated[int, Field(gt=0)]
+FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
+"""A name that can be that of a file or folder."""
 Share = Annotated[float, Field(gt=0.0, le=1.0)]
 FreeValues = Annotated[dict[str, JsonValue], BeforeValidator(with_numbers)]
 """Settings of somebody else, who checks them."""

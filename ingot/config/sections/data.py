@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag, ValidationInfo, field_validator
 
 from ingot.config.doors import CLEANING
-from ingot.config.section import ByKind, KindSettings, Positive, Section, Share
+from ingot.config.section import ByKind, FileName, KindSettings, Positive, Section, Share
 from ingot.config.sections.engines import EngineSettings, LocalEngineSettings
 from ingot.config.sections.objective import CHAT_TEMPLATED, PLAIN, Documents
 
@@ -262,9 +262,7 @@ class Data(Section):
     """
     engine: EngineSettings = LocalEngineSettings()
     """What `prepare` runs on."""
-    megatron_prefix: (
-        Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)] | None
-    ) = None
+    megatron_prefix: FileName | None = None
     """For Megatron's own tools: `prepare` also gives the parts of the token columns the names that
     they expect, `data/megatron/PREFIX.SPLIT-NNNNN_text_document.bin` and `.idx`; the same files,
     which take no room on this disk (a replica in a bucket holds them twice). For texts alone.

@@ -14,7 +14,7 @@ from pydantic import (
 )
 
 from ingot.config.doors import GATES
-from ingot.config.section import ByKind, KindSettings, Positive, Section
+from ingot.config.section import ByKind, FileName, KindSettings, Positive, Section
 from ingot.config.sections.launch import Duration, Machine, Place
 from ingot.config.sections.objective import Judged
 
@@ -95,9 +95,7 @@ class RegistrySettings(Section):
     """`local`: a file and folders on this disk. `vertex`: the Model Registry of Vertex AI, in
     `cloud.project` and `cloud.region`.
     """
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)] | None = (
-        None
-    )
+    name: FileName | None = None
     """Name that versions are registered under; the recipe's name when empty."""
     path: str | None = None
     """SQLite file; `OUTPUT/registry.sqlite` when empty."""
