@@ -10,7 +10,26 @@ from ingot.models.native.head import IGNORE, LogitsView, by_log_probability, sum
 from ingot.objectives.protocol import AllSum, ObjectiveInputs
 
 
-class CrossEntropy:
+class TokenObjective:
+    """What losses on single tokens share: no value depends on other tokens."""
+
+    def targets(self, batch: Batch) -> int:
+        """The number of labels in a batch (still on the host) that the loss covers."""
+        return int((batch.labels != IGNORE).sum())
+
+    def extras(self, batch: Batch, segments: Tensor | None) -> Tensor | None:
+        return None
+
+    def reduce(
+        self, values: Tensor, batch: Batch, all_sum: AllSum
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The sum of `values` `[B, T]`. No value depends on other tokens, so `all_sum` is
+        unused.
+        """
+        return values.sum(), {}
+
+
+class CrossEntropy(TokenObjective):
     """Cross-entropy over every position whose label is not -100.
 
     All tokens of a text, the assistant's turns of a chat, the target of a pair, the class of a
@@ -26,18 +45,3 @@ class CrossEntropy:
     def token(self, view: LogitsView, labels: Tensor, extras: Tensor | None = None) -> Tensor:
         """-log p(label) for a chunk of N tokens, `[N]`."""
         return -view.log_probability(labels)
-
-    def targets(self, batch: Batch) -> int:
-        """The number of labels in a batch (still on the host) that the loss covers."""
-        return int((batch.labels != IGNORE).sum())
-
-    def extras(self, batch: Batch, segments: Tensor | None) -> None:
-        return None
-
-    def reduce(
-        self, values: Tensor, batch: Batch, all_sum: AllSum
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The sum of `values` `[B, T]`. No value depends on other tokens, so `all_sum` is
-        unused.
-        """
-        return values.sum(), {}

@@ -11,11 +11,12 @@ from torch.nn import functional
 from ingot.config.sections import objective as config
 from ingot.data.batches.loader import Batch
 from ingot.models.native.decoder import Decoder
-from ingot.models.native.head import IGNORE, LogitsView, summed_only
-from ingot.objectives.protocol import AllSum, ObjectiveInputs
+from ingot.models.native.head import LogitsView, summed_only
+from ingot.objectives.cross_entropy import TokenObjective
+from ingot.objectives.protocol import ObjectiveInputs
 
 
-class Distill:
+class Distill(TokenObjective):
     """(1 - alpha) * cross-entropy + alpha * t^2 * KL(teacher || student), both distributions
     softened by the temperature t.
 
@@ -33,10 +34,6 @@ class Distill:
     def from_settings(cls, settings: config.DistillSettings, inputs: ObjectiveInputs) -> Distill:
         assert inputs.teacher is not None
         return cls(inputs.teacher, settings.temperature, settings.alpha)
-
-    def targets(self, batch: Batch) -> int:
-        """The number of labels in a batch (still on the host) that the loss covers."""
-        return int((batch.labels != IGNORE).sum())
 
     @torch.no_grad()
     def extras(self, batch: Batch, segments: Tensor | None) -> Tensor:
@@ -60,11 +57,3 @@ class Distill:
         return (1 - self.alpha) * -view.log_probability(
             labels
         ) + self.alpha * self.temperature**2 * divergence
-
-    def reduce(
-        self, values: Tensor, batch: Batch, all_sum: AllSum
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The sum of `values` `[B, T]`. No value depends on other tokens, so `all_sum` is
-        unused.
-        """
-        return values.sum(), {}
