@@ -17,7 +17,7 @@ _MOUNT = re.compile(r"^\S+ \S+ \S+ (\S+) (\S+) .* - cgroup(2?) \S* (\S+)$", re.M
 """A line of `mountinfo`: the group that is mounted, where, "2" for version 2, options."""
 
 
-def own_groups(controller: str, root: Path = ROOT) -> Iterator[Path]:
+def own_groups(controller: str, root: Path) -> Iterator[Path]:
     """The folders of this process's groups for `controller` (`memory`, `cpu`) in both versions of
     control groups, each before those above it, as far as they can be seen from here.
 

@@ -276,7 +276,7 @@ class WeightsAndBiases:
         name: str,
         run_id: str,
         config: Mapping[str, Any],
-        place: Mapping[str, Any] | None = None,
+        place: Mapping[str, Any],
     ) -> None:
         import wandb
 
@@ -288,7 +288,7 @@ class WeightsAndBiases:
             resume="allow",
             dir=str(folder),
             config=dict(config),
-            **(place or {}),
+            **place,
         )
 
     def write(self, step: int, values: Mapping[str, float | str]) -> None:

@@ -47,7 +47,7 @@ def note_other_run(arguments: Sequence[str], recipe: Recipe) -> str | None:
     return None
 
 
-def knob_for_option(option: str, arguments: Sequence[str], own: Collection[str] = ()) -> str | None:
+def knob_for_option(option: str, arguments: Sequence[str], own: Collection[str]) -> str | None:
     """The override probably meant by an option such as `--steps 5`: `train.steps=5`; None if no
     knob and none of the verb's `own` settings has that name. The section that is named as the verb
     comes first: `ingot serve --port` means `serve.port`.

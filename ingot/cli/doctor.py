@@ -41,7 +41,7 @@ GOOGLE_CREDENTIALS = (".config", "gcloud", "application_default_credentials.json
 """Below the user's home."""
 
 
-def examine(*, as_json: bool = False) -> int:
+def examine(*, as_json: bool) -> int:
     """Print the table; the exit code is 1 if something that every run needs is missing."""
     return _told([finding for look in LOOKS for finding in look()], _print_machine, as_json=as_json)
 

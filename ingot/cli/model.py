@@ -145,10 +145,10 @@ def deploy_version(
     *,
     version: int | None,
     rollback: bool,
-    canary: int | None = None,
-    verify: bool = False,
-    dry_run: bool = False,
-    as_json: bool = False,
+    canary: int | None,
+    verify: bool,
+    dry_run: bool,
+    as_json: bool,
 ) -> int:
     """Make a version of a registered name live: move its pointer, or roll it out to its
     endpoint.
@@ -181,7 +181,7 @@ def deploy_version(
     return 0
 
 
-def serve_model(target: str, arguments: Sequence[str], *, dry_run: bool = False) -> int:
+def serve_model(target: str, arguments: Sequence[str], *, dry_run: bool) -> int:
     """Serve until a signal arrives; `dry_run` prints what would be started instead."""
     from ingot.serve.server import render, serve
 

@@ -307,7 +307,7 @@ def _millions(count: int) -> str:
     return f"{count / 1e9:.2f} B" if count >= 1e9 else f"{count / 1e6:.1f} M"
 
 
-def explain_knob(name: str, *, as_json: bool = False) -> int:
+def explain_knob(name: str, *, as_json: bool) -> int:
     """Print every knob that `name` matches, and for a section, its contents."""
     from ingot.config.knobs import find_knob
     from ingot.config.knobs import knobs as all_knobs

@@ -132,9 +132,7 @@ def is_rank() -> bool:
     return "LOCAL_RANK" in os.environ
 
 
-def do_all(
-    arguments: list[str], *, fresh: bool, debug: bool, checked: bool = False, as_json: bool = False
-) -> int:
+def do_all(arguments: list[str], *, fresh: bool, debug: bool, checked: bool, as_json: bool) -> int:
     """Run all steps. What the steps need that are not done is checked once, by `ingot launch run`
     where that started this (`checked`).
     """

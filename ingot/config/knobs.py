@@ -205,7 +205,7 @@ def kinds_of(path: str) -> list[str]:
     ]
 
 
-def names_in(section: str, kind: str | None = None) -> list[str]:
+def names_in(section: str, kind: str | None) -> list[str]:
     """The names of the knobs in a section, of its `kind` alone where it has kinds."""
     found = []
     for knob in all_knobs():

@@ -188,7 +188,7 @@ def read_values(
     *,
     environ: Mapping[str, str],
     dotenv: Path | None,
-    verb: str | None = None,
+    verb: str | None,
 ) -> Values:
     """The merged raw values, not validated."""
     values = Values()

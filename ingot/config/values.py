@@ -216,7 +216,7 @@ def _explain_rule(message: str, path: KeyPath, values: Values) -> str:
     return "\n".join(located(each, values, path) for each in message.split("\n"))
 
 
-def located(message: str, values: Values, path: KeyPath = ()) -> str:
+def located(message: str, values: Values, path: KeyPath) -> str:
     """The message, preceded by the place that set the first knob it names, else the place of
     `path`.
     """

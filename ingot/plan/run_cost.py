@@ -250,7 +250,7 @@ def held_out_rows(recipe: Recipe, rows: Range | None) -> float | None:
     return rows.likely * validation.fraction / (1.0 - validation.fraction)
 
 
-def evaluation_share(recipe: Recipe, world: int, held_out: float | None = None) -> Range:
+def evaluation_share(recipe: Recipe, world: int, held_out: float | None) -> Range:
     """The time of one evaluation while training, in steps: forward passes over the validation rows,
     of which there are `held_out` if that is known, and a guess for tasks.
     """

@@ -199,7 +199,7 @@ def register_stamp(recipe: Recipe) -> int | None:
 
 
 def registered_version(
-    registry: ModelRegistry[Any], name: str, number: int | None = None
+    registry: ModelRegistry[Any], name: str, number: int | None
 ) -> RegisteredVersion:
     """Version `number` of `name`, or the live one.
 

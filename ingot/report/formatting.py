@@ -66,7 +66,7 @@ def moment(when: float | str | None) -> str:
     return f"{told} {time.strftime('%Z', time.localtime(seconds))}" if told else ""
 
 
-def ticks(low: float, high: float, wanted: int = 5) -> list[float]:
+def ticks(low: float, high: float, wanted: int) -> list[float]:
     """About `wanted` round numbers within [low, high], spaced 1, 2 or 5 times a power of ten."""
     if not (math.isfinite(low) and math.isfinite(high)) or high <= low:
         return [low] if math.isfinite(low) else []

@@ -200,7 +200,7 @@ def resolve_tokenizer(recipe: Recipe, *, ask: bool = False) -> Path:
     return _resolved("tokenizer.source", given, revision, ask=ask)
 
 
-def models_tokenizer(recipe: Recipe, *, ask: bool = False) -> Path:
+def models_tokenizer(recipe: Recipe, *, ask: bool) -> Path:
     """The same of the tokenizer that lies beside the model's weights."""
     return _resolved("model.source", recipe.model.source, recipe.model.revision, ask=ask)
 

@@ -199,7 +199,7 @@ def build_train_state(
 
 
 def wrapped_model(
-    setup: TrainSetup, model_spec: ModelSpec, mesh: Mesh, *, filled: bool, quick: bool = False
+    setup: TrainSetup, model_spec: ModelSpec, mesh: Mesh, *, filled: bool, quick: bool
 ) -> AnyModel:
     """The model of `model_spec` with the recipe's adapter, sharded over the ranks. `filled` False
     allocates its weights without reading or initialising them; `quick`: random ones may be any.

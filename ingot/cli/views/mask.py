@@ -280,7 +280,7 @@ def audit_json(
     *,
     what: str,
     examples: int,
-    truncate: str = "right",
+    truncate: str,
 ) -> dict[str, Any]:
     """The first examples with what is trained of them, and what `table` tells as numbers."""
     shown = audit.examples[: examples * (2 if what == "sides" else 1)]

@@ -19,9 +19,7 @@ short_factor long_factor partial_rotary_factor llama_4_scaling_beta finetuned
 """
 
 
-def layer_ropes(
-    config: Mapping[str, Any], where: str = "model.config"
-) -> tuple[dict[str, Any] | None, ...]:
+def layer_ropes(config: Mapping[str, Any], where: str) -> tuple[dict[str, Any] | None, ...]:
     """The rotary values of each layer, as `rope_values` gives them; None for a layer without."""
     family, windows = family_of(config, where), sizes(config, where).windows
     by_type = ropes_by_type(config, where)

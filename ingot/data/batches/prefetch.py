@@ -33,7 +33,7 @@ class PartPrefetcher:
     """
 
     def __init__(
-        self, rows: PreparedSplit, order: SampleOrder, global_batch: int, *, quiet: bool = False
+        self, rows: PreparedSplit, order: SampleOrder, global_batch: int, *, quiet: bool
     ) -> None:
         self._rows, self._order, self._batch, self._quiet = rows, order, global_batch, quiet
         self._target_parts, self._available = list[int](), list[int]()

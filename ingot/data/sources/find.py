@@ -191,7 +191,7 @@ def stamps_of(files: Sequence[SourceFile]) -> tuple[str, list[Stamp]]:
 
 
 def describe_change(
-    source: SourceSettings, stamps: str, seen: Sequence[Stamp], knob: str = "source"
+    source: SourceSettings, stamps: str, seen: Sequence[Stamp], knob: str
 ) -> str | None:
     """A description of what changed in the files of a local source, the one that `knob` names; None
     if nothing did.

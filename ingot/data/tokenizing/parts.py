@@ -56,7 +56,7 @@ def tokenise(
     engine: Engine,
     folder: Path,
     *,
-    again: bool = False,
+    again: bool,
 ) -> list[TokenisedRange]:
     """All tokenised ranges in `folder`, in order: those that it or the run's columns hold already
     (if `again`, undamaged by their checksums), and the others made now.

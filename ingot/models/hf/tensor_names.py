@@ -243,7 +243,7 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 def describe_mismatches(
-    wanted: Mapping[str, Shape], found: Mapping[str, Shape], passed_over: Collection[str] = ()
+    wanted: Mapping[str, Shape], found: Mapping[str, Shape], passed_over: Collection[str]
 ) -> str:
     """Describe all tensors that are missing, surplus (except `passed_over`) or of another shape;
     empty if all fit.

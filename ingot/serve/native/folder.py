@@ -37,7 +37,7 @@ class CheckedFolder:
     tokenizer: Tokenizer
 
 
-def check_model_folder(folder: Path, *, any_template: bool = False) -> CheckedFolder:
+def check_model_folder(folder: Path, *, any_template: bool) -> CheckedFolder:
     """Check a model folder without loading weights.
 
     Raises:
@@ -62,7 +62,7 @@ def check_vocabulary(checked: CheckedFolder, vocabulary: int) -> None:
         )
 
 
-def check_decoder_folder(folder: Path, engine: str, *, any_template: bool = False) -> CheckedFolder:
+def check_decoder_folder(folder: Path, engine: str, *, any_template: bool) -> CheckedFolder:
     """Check a model folder for an engine that loads complete decoders only.
 
     Raises:

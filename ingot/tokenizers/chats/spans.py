@@ -108,7 +108,7 @@ def _turn_format(
     )
 
 
-def trained_texts(form: ChatFormat, messages: Messages, first: int = 0) -> list[RenderedChat]:
+def trained_texts(form: ChatFormat, messages: Messages, first: int) -> list[RenderedChat]:
     """The texts in which the answers of a chat from message `first` on are trained, each answer in
     one of them: the whole chat, which look-alikes must be masked in, and before it the chat cut
     after answers that it has otherwise than they were given.

@@ -76,8 +76,8 @@ def skeleton_of(
     chat: Messages,
     watch: Watch,
     *,
-    generation_prompt: bool = False,
-    tools: Tools | None = None,
+    generation_prompt: bool,
+    tools: Tools | None,
 ) -> str | None:
     """What the template writes around the values of a chat, which stand in it as unseen ones of
     `watch`. None if it looks into one.

@@ -159,7 +159,7 @@ class MadeUpSamples(Samples):
         target_len: int,
         vocab_size: int,
         classes: int,
-        asked: float = 0.0,
+        asked: float,
     ) -> None:
         _without_files(self, seq_len)
         self.kind, self.target_len = kind, target_len
