@@ -18,10 +18,12 @@ from ingot.adopt.tuning import (
     build_adapter,
     build_run,
     build_template,
+    build_tracking,
     build_training,
     named,
     rows,
     source,
+    trainer_rows,
 )
 from ingot.base.errors import WrongInput
 from ingot.base.exact_json import as_object
@@ -78,11 +80,7 @@ ROWS = rows(
     KeyRow("val_size", read=number),
     KeyRow("packing", read=truth),
     KeyRow("neat_packing", read=truth),
-    KeyRow("per_device_train_batch_size", "train.micro_batch", whole, default="8"),
-    KeyRow("per_device_eval_batch_size", "evaluate.micro_batch", whole),
-    KeyRow("num_train_epochs", read=number, default="3"),
-    KeyRow("lr_scheduler_type", default="linear"),
-    KeyRow("optim", default="adamw_torch"),
+    *trainer_rows(optimizer="adamw_torch"),
     KeyRow("disable_gradient_checkpointing", read=truth),
     KeyRow("pref_loss", default="sigmoid"),
     KeyRow("pref_beta", read=number, default="0.1"),
@@ -141,9 +139,7 @@ def _build(sheet: GivenKeys, draft: Draft) -> None:
             draft.note("changed", "quantization_bit", f"{bits} are not offered; 4 stand for them")
     if not sheet.get("disable_gradient_checkpointing"):
         draft.put("memory.recompute.kind", "full", "gradient checkpointing, its default there")
-    if "wandb" in (sheet.get("report_to") or ()):
-        name = named({"project": "llamafactory", "name": sheet.get("run_name")})
-        draft.put("track.wandb", name, "report_to")
+    build_tracking(sheet, draft, "llamafactory")
 
 
 def _keys(sheet: GivenKeys) -> TunerKeys:

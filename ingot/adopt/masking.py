@@ -12,10 +12,11 @@ from ingot.adopt.tuning import (
     NOT_NEEDED,
     TunerKeys,
     build_run,
+    build_tracking,
     build_training,
-    named,
     rows,
     source,
+    trainer_rows,
 )
 from ingot.base.errors import WrongInput
 
@@ -50,11 +51,7 @@ ROWS = tuple(
         KeyRow("max_seq_length", read=whole),
         KeyRow("mlm_probability", read=number, default="0.15"),
         KeyRow(SPAN, read=number),
-        KeyRow("per_device_train_batch_size", "train.micro_batch", whole, default="8"),
-        KeyRow("per_device_eval_batch_size", "evaluate.micro_batch", whole),
-        KeyRow("num_train_epochs", read=number, default="3"),
-        KeyRow("lr_scheduler_type", default="linear"),
-        KeyRow("optim", default="adamw_torch"),
+        *trainer_rows(optimizer="adamw_torch"),
         KeyRow(
             "adafactor",
             changed="AdamW stands for it, with the same learning rate; 1e-4 to 1e-3 is usual then",
@@ -99,9 +96,7 @@ def _build(sheet: GivenKeys, draft: Draft) -> None:
     build_training(sheet, draft, KEYS)
     if sheet.get("gradient_checkpointing"):
         draft.put("memory.recompute.kind", "full", sheet.name("gradient_checkpointing"))
-    if "wandb" in (sheet.get("report_to") or ()):
-        about = named({"project": "huggingface", "name": sheet.get("run_name")})
-        draft.put("track.wandb", about, sheet.name("report_to"))
+    build_tracking(sheet, draft, "huggingface")
 
 
 def _model(sheet: GivenKeys, draft: Draft) -> None:

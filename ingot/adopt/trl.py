@@ -21,10 +21,12 @@ from ingot.adopt.tuning import (
     TunerKeys,
     build_adapter,
     build_run,
+    build_tracking,
     build_training,
     named,
     rows,
     source,
+    trainer_rows,
 )
 from ingot.base.errors import WrongInput
 
@@ -65,11 +67,7 @@ ROWS = rows(
     KeyRow("lora_target_modules", read=texts),
     KeyRow("load_in_4bit", read=truth),
     KeyRow("load_in_8bit", read=truth),
-    KeyRow("per_device_train_batch_size", "train.micro_batch", whole, default="8"),
-    KeyRow("per_device_eval_batch_size", "evaluate.micro_batch", whole),
-    KeyRow("num_train_epochs", read=number, default="3"),
-    KeyRow("lr_scheduler_type", default="linear"),
-    KeyRow("optim", default="adamw_torch_fused"),
+    *trainer_rows(optimizer="adamw_torch_fused"),
     KeyRow("gradient_checkpointing", read=truth, default="true"),
     KeyRow("torch_compile", "train.compile", truth),
     KeyRow("report_to", read=texts),
@@ -134,9 +132,7 @@ def _build(sheet: GivenKeys, draft: Draft) -> None:
             draft.put("model.quantize.kind", quantized, key)
     if sheet.get("gradient_checkpointing"):
         draft.put("memory.recompute.kind", "full", "gradient_checkpointing, its default there")
-    if "wandb" in (sheet.get("report_to") or ()):
-        name = named({"project": "trl", "name": sheet.get("run_name")})
-        draft.put("track.wandb", name, "report_to")
+    build_tracking(sheet, draft, "trl")
 
 
 def _objective(sheet: GivenKeys, draft: Draft) -> tuple[str, int]:

@@ -77,6 +77,17 @@ def flag(given: Given) -> bool:
     return text(given).lower() in ("auto", "full", "offload", "offload_disk") or truth(given)
 
 
+def trainer_rows(*, optimizer: str) -> tuple[KeyRow, ...]:
+    """The rows of the keys that `TunerKeys` names by default, with the Trainer's defaults."""
+    return (
+        KeyRow("per_device_train_batch_size", "train.micro_batch", whole, default="8"),
+        KeyRow("per_device_eval_batch_size", "evaluate.micro_batch", whole),
+        KeyRow("num_train_epochs", read=number, default="3"),
+        KeyRow("lr_scheduler_type", default="linear"),
+        KeyRow("optim", default=optimizer),
+    )
+
+
 def rows(*own: KeyRow, lost: dict[str, str]) -> tuple[KeyRow, ...]:
     """The rows of a tuner: its own, those of the Trainer, and keys that are not carried over."""
     return (
@@ -127,6 +138,13 @@ def build_run(sheet: GivenKeys, draft: Draft) -> None:
     parts = [part for part in (sheet.get("output_dir") or "").split("/") if part not in ("", ".")]
     remark = sheet.name("output_dir")
     draft.put("name", run_name("-".join(parts[-2:]) or None, "tuned"), remark)
+
+
+def build_tracking(sheet: GivenKeys, draft: Draft, project: str) -> None:
+    """W&B, where the Trainer reports to it; in its own `project`."""
+    if "wandb" in (sheet.get("report_to") or ()):
+        about = named({"project": project, "name": sheet.get("run_name")})
+        draft.put("track.wandb", about, sheet.name("report_to"))
 
 
 def build_training(sheet: GivenKeys, draft: Draft, keys: TunerKeys, multiple: int = 1) -> None:
