@@ -165,6 +165,12 @@ def _adapter(sheet: GivenKeys, draft: Draft) -> None:
     if every:
         sheet.given.pop("lora_target_modules", None)
     build_adapter(sheet, draft, KEYS, rank=8)
+    for key, knob in (("lora_r", "model.lora.rank"), ("lora_alpha", "model.lora.alpha")):
+        if not sheet.has(key):
+            value = draft.values.tree["model"]["lora"][knob.rpartition(".")[2]]
+            draft.put(knob, value, f"{key}, which is not given")
+            about = f"is not given, and axolotl has no default; {value:g} stands for it: {knob}"
+            draft.note("fill", key, about)
     if every:
         draft.put("model.lora.targets", "all-linear", "lora_target_linear")
     elif not sheet.has("lora_target_modules"):

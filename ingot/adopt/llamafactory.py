@@ -129,6 +129,8 @@ def _build(sheet: GivenKeys, draft: Draft) -> None:
         )
     way = sheet.get("finetuning_type")
     if way == "lora":
+        if sheet.get("lora_alpha") == 0:  # counts as not given there
+            sheet.given.pop("lora_alpha")
         build_adapter(sheet, draft, KEYS, rank=8)
     elif way != "full":
         draft.note("changed", "finetuning_type", f"{way} is not offered; all weights are trained")

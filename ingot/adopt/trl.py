@@ -35,6 +35,8 @@ RATES = {"sft": 2e-5, "pretrain": 2e-5, "reward": 1e-4}
 """TRL's learning rates unless given; 1e-6 for all others."""
 TEXTS = ("nll", "chunked_nll", "dft")
 """Losses of SFT."""
+ALPHA = 32.0
+"""TRL's `lora_alpha` unless given, whatever the rank."""
 TARGETS = ("q_proj", "v_proj")
 """What PEFT adapts of most decoders unless told."""
 PREFERENCES = {"sigmoid": "dpo", "ipo": "ipo"}
@@ -119,7 +121,7 @@ def _build(sheet: GivenKeys, draft: Draft) -> None:
     if sheet.get("use_peft"):
         # Answers to rewards are sampled without dropout, and trained without.
         dropout = 0.0 if kind == "grpo" else 0.05
-        build_adapter(sheet, draft, KEYS, 16, dropout, targets=TARGETS)
+        build_adapter(sheet, draft, KEYS, 16, ALPHA, dropout, TARGETS)
         if not sheet.has("lora_target_modules"):
             draft.note(
                 "changed",

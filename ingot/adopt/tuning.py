@@ -280,17 +280,22 @@ def build_adapter(
     draft: Draft,
     keys: TunerKeys,
     rank: int,
+    alpha: float | None = None,
     dropout: float = 0.0,
     targets: Sequence[str] = (),
 ) -> None:
-    """An adapter; `rank`, twice the rank as alpha, `dropout` and `targets` (all linear layers where
-    it is empty) unless given.
+    """An adapter; `rank`, `alpha` (twice the rank where it is None), `dropout` and `targets` (all
+    linear layers where it is empty) are the trainer's unless given.
     """
     rank = sheet.get(keys.rank) or rank
-    draft.put("model.lora.rank", rank, keys.rank)
-    draft.put("model.lora.alpha", sheet.get("lora_alpha") or 2.0 * rank, "lora_alpha")
-    given = sheet.get("lora_dropout")
-    draft.put("model.lora.dropout", dropout if given is None else given, "lora_dropout")
+    for key, knob, usual in (
+        (keys.rank, "rank", rank),
+        ("lora_alpha", "alpha", 2.0 * rank if alpha is None else alpha),
+        ("lora_dropout", "dropout", dropout),
+    ):
+        given = sheet.get(key)
+        remark = key if sheet.has(key) else f"{key}, its default there"
+        draft.put(f"model.lora.{knob}", usual if given is None else given, remark)
     targets = sheet.get(keys.targets) or targets
     every = not targets or list(targets) in (["all"], ["all-linear"])
     remark = keys.targets if sheet.has(keys.targets) else f"{keys.targets}, which is not given"

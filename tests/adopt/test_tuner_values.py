@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
-from tests.adopt.stand_ins import LLAMAFACTORY, recipe_of
+from ingot.base.errors import WrongInput
+from tests.adopt.stand_ins import LLAMAFACTORY, adopt_texts, load, recipe_of
 
 AXOLOTL = """\
 base_model: org/ash-1b
@@ -176,6 +178,37 @@ def test_an_adapter_of_trl_is_where_peft_puts_it(
     assert recipe.model.lora.targets == targets
     said = "lora_target_modules: is not given: q_proj and v_proj, as PEFT" in notes
     assert said == (targets == ["q_proj", "v_proj"])
+
+
+@pytest.mark.parametrize(
+    ("project", "given", "alpha", "remark"),
+    [
+        ("fir_yaml", "use_peft: true\nlora_r: 64\n", 32, "lora_alpha, its default there"),
+        ("fir_yaml", "use_peft: true\nlora_r: 64\nlora_alpha: 128\n", 128, "lora_alpha"),
+        ("elm_yaml", "lora_rank: 64\n", 128, "lora_alpha, its default there"),
+        ("elm_yaml", "lora_rank: 64\nlora_alpha: 0\n", 128, "lora_alpha, its default there"),
+        ("elm_yaml", "lora_rank: 64\nlora_alpha: 32\n", 32, "lora_alpha"),
+        ("ash_yaml", "adapter: lora\nlora_r: 64\n", 128, "lora_alpha, which is not given"),
+        ("ash_yaml", "adapter: lora\nlora_r: 64\nlora_alpha: 16\n", 16, "lora_alpha"),
+    ],
+)
+def test_an_adapter_has_the_scale_that_it_had_there(
+    tmp_path: Path, project: str, given: str, alpha: float, remark: str
+) -> None:
+    elm = re.sub(r"lora_rank: .*\n|lora_alpha: .*\n", "", LLAMAFACTORY)
+    text = {"fir_yaml": TEXTS, "elm_yaml": elm, "ash_yaml": AXOLOTL}[project] + given
+    adopted = adopt_texts(tmp_path, {project.replace("_", "."): text})
+    lora = load(tmp_path, adopted).model.lora
+    assert lora is not None
+    assert (lora.rank, lora.alpha) == (64, alpha)
+    assert re.search(rf"alpha: {alpha:.1f} +# {remark}$", adopted.text, re.MULTILINE)
+    told = "lora_alpha: is not given, and axolotl has no default; 128 stands for it"
+    assert (told in "\n".join(adopted.notes)) == ("which is not given" in remark)
+
+
+def test_an_adapter_whose_scale_is_0_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(WrongInput, match=r"lora_alpha: `model\.lora\.alpha` is 0\.0"):
+        recipe_of(tmp_path, fir_yaml=f"{TEXTS}use_peft: true\nlora_alpha: 0\n")
 
 
 @pytest.mark.parametrize(

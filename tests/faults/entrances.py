@@ -1000,4 +1000,12 @@ FAULTS = [
         "that no task can be measured on evaluate.model is told once the training before is paid",
         "tests/cli/test_check.py",
     ),
+    Fault(
+        "adopted-adapter-of-another-scale",
+        "ingot/adopt/trl.py",
+        "KEYS, 16, ALPHA, dropout",
+        "KEYS, 16, None, dropout",
+        "an adopted adapter is scaled otherwise than TRL scales it unless told",
+        "tests/adopt/test_tuner_values.py",
+    ),
 ]
