@@ -43,6 +43,8 @@ KEYS = TunerKeys(
     warmup=0.03,
 )
 WAYS = ("dpo", "ipo", "simpo", "orpo", "kto", "grpo")
+BETAS = ("trl.beta", "rl_beta", "dpo_beta", "orpo_alpha")
+"""Names of the strength of every `rl`, whatever it is; the first that is given counts."""
 TOO_LONG = {"drop": "drop", "truncate": "right", "raise": "drop"}
 """What axolotl does with rows that are longer than sequence_len -> data.truncate."""
 
@@ -74,7 +76,7 @@ ROWS = rows(
     KeyRow("load_in_4bit", read=truth),
     KeyRow("load_in_8bit", read=truth),
     KeyRow("rl"),
-    KeyRow("rl_beta", read=number, also=("dpo_beta", "orpo_alpha"), default="0.1"),
+    *(KeyRow(key, read=number) for key in BETAS if key != "trl.beta"),
     KeyRow("simpo_gamma", read=number, default="0.5"),
     KeyRow("cpo_alpha", read=number, default="1.0"),
     *grpo_rows("trl."),
@@ -215,12 +217,15 @@ def _data(sheet: GivenKeys, draft: Draft) -> int:
     plain = bool(texts_alone) or (bool(kinds) and all(k.startswith("completion") for k in kinds))
     kind = rl or ("pretrain" if plain else "sft")
     multiple = 1
+    beta = _beta(sheet, draft)
     if kind == "grpo":
-        multiple = begin_grpo(sheet, draft, "trl.")
+        multiple = begin_grpo(sheet, draft, "trl.", beta)
     else:
         draft.put("objective.kind", kind, "rl" if rl else "datasets[].type")
-    if rl and kind != "grpo":
-        draft.put("objective.beta", sheet.get("rl_beta"), sheet.name("rl_beta"))
+    if rl and kind != "grpo" and beta:
+        draft.put_from(sheet, beta, "objective.beta")
+    elif rl and kind != "grpo":
+        draft.put("objective.beta", 0.1, "rl_beta, its default there")
     if kind == "simpo":
         draft.put_from(sheet, "simpo_gamma", "objective.margin")
         draft.put_from(sheet, "cpo_alpha", "objective.sft_weight")
@@ -245,6 +250,18 @@ def _data(sheet: GivenKeys, draft: Draft) -> int:
         draft.put("data.pack", "best_fit" if packs else "none", "sample_packing")
     _template(sheet, draft, items, kind)
     return multiple
+
+
+def _beta(sheet: GivenKeys, draft: Draft) -> str:
+    """The key that says how strong the loss of preferences is, or the KL of rewards; empty for
+    none.
+    """
+    given = [key for key in BETAS if sheet.has(key)]
+    for key in given[1:]:
+        if (other := sheet.get(key)) != (value := sheet.get(given[0])):
+            about = f"say {value:g} and {other:g}; the first of them counts there, and here"
+            draft.note("clash", f"{given[0]} and {key}", about)
+    return given[0] if given else ""
 
 
 def _template(

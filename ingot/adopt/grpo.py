@@ -77,24 +77,27 @@ def grpo_rows(at: str, most: str | None = None) -> tuple[KeyRow, ...]:
     )
 
 
-def begin_grpo(sheet: GivenKeys, draft: Draft, at: str) -> int:
-    """Set the objective; returns the answers of a group, of which a step takes a multiple."""
+def begin_grpo(sheet: GivenKeys, draft: Draft, at: str, beta: str = "") -> int:
+    """Set the objective; returns the answers of a group, of which a step takes a multiple. `beta`:
+    the key of the KL's weight where it is another one than `beta`.
+    """
+    beta = beta or f"{at}beta"
     draft.put("objective.kind", "grpo", f"{at}num_generations and the like")
     for key, knob in (
-        ("num_generations", "group"),
-        ("max_completion_length", "max_answer_tokens"),
-        ("temperature", "temperature"),
-        ("beta", "kl"),
-        ("epsilon", "clip"),
-        ("epsilon_high", "clip_high"),
-        ("num_iterations", "updates"),
+        (f"{at}num_generations", "group"),
+        (f"{at}max_completion_length", "max_answer_tokens"),
+        (f"{at}temperature", "temperature"),
+        (beta, "kl"),
+        (f"{at}epsilon", "clip"),
+        (f"{at}epsilon_high", "clip_high"),
+        (f"{at}num_iterations", "updates"),
     ):
-        if sheet.get(f"{at}{key}") is not None:
-            draft.put_from(sheet, f"{at}{key}", f"objective.{knob}")
+        if sheet.get(key) is not None:
+            draft.put_from(sheet, key, f"objective.{knob}")
     if sheet.get(f"{at}max_completion_length") is None:
         about = "is not given: TRL's default, 256 or 512, goes by its version; here it is 256"
         draft.note("fill", f"{at}max_completion_length", about)
-    if sheet.get(f"{at}beta"):
+    if sheet.get(beta):
         draft.put("objective.kl_estimator", "k3", "as TRL estimates it")
     if sheet.get(f"{at}mask_truncated_completions"):
         draft.put("objective.overlong", "mask", f"{at}mask_truncated_completions")

@@ -46,6 +46,41 @@ def test_simpo_of_axolotl_is_that_of_trl(
     assert "is not known" not in notes
 
 
+@pytest.mark.parametrize(
+    ("given", "of_trl", "beta", "says"),
+    [
+        ("", "", None, ""),
+        ("rl_beta: 0.3\n", "", 0.3, ""),
+        ("", "  beta: 0.5\n", 0.5, ""),
+        ("dpo_beta: 0.2\norpo_alpha: 0.2\n", "", 0.2, ""),
+        ("rl_beta: 0.3\n", "  beta: 0.5\n", 0.5, "trl.beta and rl_beta: say 0.5 and 0.3; the"),
+        ("orpo_alpha: 0.3\ndpo_beta: 0.4\n", "", 0.4, "dpo_beta and orpo_alpha: say 0.4 and 0.3"),
+        ("rl_beta: 0.3\n", "  beta: null\n", 0.3, ""),
+    ],
+)
+@pytest.mark.parametrize(
+    ("way", "knob", "usual"), [("dpo", "beta", 0.1), ("orpo", "beta", 0.1), ("grpo", "kl", 0.0)]
+)
+def test_the_strength_of_every_loss_of_axolotl_has_any_of_its_names(
+    tmp_path: Path,
+    way: str,
+    knob: str,
+    usual: float,
+    given: str,
+    of_trl: str,
+    beta: float | None,
+    says: str,
+) -> None:
+    rewards = "  reward_funcs: [judge.right]\n" if way == "grpo" else ""
+    text = f"{AXOLOTL}rl: {way}\n{given}trl:\n  num_generations: 2\n{rewards}{of_trl}"
+    recipe, notes = recipe_of(tmp_path, ash_yaml=text)
+    found = recipe.objective.model_dump()
+    assert found[knob] == (usual if beta is None else beta)
+    assert found.get("kl_estimator", "k3") == ("k3" if found[knob] else "k2")
+    assert says in notes
+    assert bool(says) == (" and here" in notes)
+
+
 def test_simpo_of_llamafactory_has_its_margin(tmp_path: Path) -> None:
     text = LLAMAFACTORY.replace("simpo_gamma: 0.5\n", "")
     assert recipe_of(tmp_path, elm_yaml=text)[0].objective.model_dump()["margin"] == 0.5

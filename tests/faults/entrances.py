@@ -1008,4 +1008,12 @@ FAULTS = [
         "an adopted adapter is scaled otherwise than TRL scales it unless told",
         "tests/adopt/test_tuner_values.py",
     ),
+    Fault(
+        "adopted-strength-under-one-name",
+        "ingot/adopt/axolotl.py",
+        "    given = [key for key in BETAS if sheet.has(key)]\n",
+        "    given = [key for key in BETAS[1:2] if sheet.has(key)]\n",
+        "the strength of a preference loss, or of GRPO's KL, is axolotl's default and not the file's",
+        "tests/adopt/test_tuner_values.py",
+    ),
 ]
