@@ -84,6 +84,7 @@ ROWS = rows(
     KeyRow("disable_gradient_checkpointing", read=truth),
     KeyRow("pref_loss", default="sigmoid"),
     KeyRow("pref_beta", read=number, default="0.1"),
+    KeyRow("pref_ftx", read=number, default="0"),
     KeyRow("simpo_gamma", read=number, default="0.5"),
     KeyRow("report_to", read=texts),
     KeyRow("run_name"),
@@ -93,7 +94,6 @@ ROWS = rows(
         "mask_history": "every answer of a chat is trained, not the last alone",
         "freeze_trainable_layers": "all weights are trained, or an adapter",
         "adapter_name_or_path": "model.lora.adapter goes on from an adapter",
-        "pref_ftx": "objective.sft_weight is its like",
         "streaming": f"{NOT_NEEDED}rows are read from disk as they are needed",
         "predict_with_generate": "`ingot evaluate` and evaluate.prompts generate",
         "trust_remote_code": "code of a model's repository is never run",
@@ -171,6 +171,11 @@ def _objective(sheet: GivenKeys, draft: Draft) -> str:
         draft.put_from(sheet, "pref_beta", "objective.beta")
     if kind == "simpo":
         draft.put_from(sheet, "simpo_gamma", "objective.margin")
+    if sheet.get("pref_ftx") > 0 and kind in ("dpo", "simpo"):
+        draft.put_from(sheet, "pref_ftx", "objective.sft_weight")
+    elif sheet.get("pref_ftx") > 0 and kind in ("ipo", "orpo", "kto"):
+        about = "more cross-entropy of the preferred answer is added there, and to dpo or simpo"
+        draft.note("lost", "pref_ftx", f"{about} alone here, not to {kind}")
     return kind
 
 

@@ -225,6 +225,16 @@ push_to_hub: true
 report_to: [wandb]
 run_name: firs
 """
+ASH = """\
+base_model: org/ash-1b
+sequence_len: 64
+datasets:
+  - path: org/rows
+    type: chat_template
+"""
+"""The least of axolotl, to which tests add."""
+FIR = "model_name_or_path: org/fir-1b\ndataset_name: org/rows\nmax_length: 64\n"
+"""The least of TRL."""
 MEGATRON = """\
 --executor slurm -E birch -A forest -P long -I registry.example/nemo:25 -N 4 -G 8 -M llama31_8b
 --hf-model-id meta-llama/Llama-3.1-8B --nemo-model /models/nemo -gbs 512 -mbs 2 --seq-length 4096 --fp8

@@ -2,106 +2,36 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
 
-from ingot.base.errors import WrongInput
-from tests.adopt.stand_ins import LLAMAFACTORY, adopt_texts, load, recipe_of
-
-AXOLOTL = """\
-base_model: org/ash-1b
-sequence_len: 64
-datasets:
-  - path: org/rows
-    type: chat_template
-"""
-TEXTS = "model_name_or_path: org/fir-1b\ndataset_name: org/rows\nmax_length: 64\n"
+from tests.adopt.stand_ins import ASH, FIR, LLAMAFACTORY, recipe_of
 
 
 @pytest.mark.parametrize(("mark", "lost"), [("train", False), ("keep", True)])
 def test_a_mark_of_untrained_answers_with_another_name_is_told(
     tmp_path: Path, mark: str, lost: bool
 ) -> None:
-    text = f"{AXOLOTL}    message_field_training: {mark}\n"
+    text = f"{ASH}    message_field_training: {mark}\n"
     notes = recipe_of(tmp_path, ash_yaml=text)[1]
     assert ("datasets[].message_field_training: an answer is left out by" in notes) == lost
 
 
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        ("", (0.1, 0.5, 1.0)),
-        ("rl_beta: 2.5\nsimpo_gamma: 1.2\ncpo_alpha: 0\n", (2.5, 1.2, 0.0)),
-    ],
-    ids=["not given", "given"],
-)
-def test_simpo_of_axolotl_is_that_of_trl(
-    tmp_path: Path, given: str, expected: tuple[float, float, float]
-) -> None:
-    recipe, notes = recipe_of(tmp_path, ash_yaml=f"{AXOLOTL}rl: simpo\n{given}")
-    found = recipe.objective.model_dump()
-    assert (found["beta"], found["margin"], found["sft_weight"]) == expected
-    assert "is not known" not in notes
-
-
-@pytest.mark.parametrize(
-    ("given", "of_trl", "beta", "says"),
-    [
-        ("", "", None, ""),
-        ("rl_beta: 0.3\n", "", 0.3, ""),
-        ("", "  beta: 0.5\n", 0.5, ""),
-        ("dpo_beta: 0.2\norpo_alpha: 0.2\n", "", 0.2, ""),
-        ("rl_beta: 0.3\n", "  beta: 0.5\n", 0.5, "trl.beta and rl_beta: say 0.5 and 0.3; the"),
-        ("orpo_alpha: 0.3\ndpo_beta: 0.4\n", "", 0.4, "dpo_beta and orpo_alpha: say 0.4 and 0.3"),
-        ("rl_beta: 0.3\n", "  beta: null\n", 0.3, ""),
-    ],
-)
-@pytest.mark.parametrize(
-    ("way", "knob", "usual"), [("dpo", "beta", 0.1), ("orpo", "beta", 0.1), ("grpo", "kl", 0.0)]
-)
-def test_the_strength_of_every_loss_of_axolotl_has_any_of_its_names(
-    tmp_path: Path,
-    way: str,
-    knob: str,
-    usual: float,
-    given: str,
-    of_trl: str,
-    beta: float | None,
-    says: str,
-) -> None:
-    rewards = "  reward_funcs: [judge.right]\n" if way == "grpo" else ""
-    text = f"{AXOLOTL}rl: {way}\n{given}trl:\n  num_generations: 2\n{rewards}{of_trl}"
-    recipe, notes = recipe_of(tmp_path, ash_yaml=text)
-    found = recipe.objective.model_dump()
-    assert found[knob] == (usual if beta is None else beta)
-    assert found.get("kl_estimator", "k3") == ("k3" if found[knob] else "k2")
-    assert says in notes
-    assert bool(says) == (" and here" in notes)
-
-
-def test_simpo_of_llamafactory_has_its_margin(tmp_path: Path) -> None:
-    text = LLAMAFACTORY.replace("simpo_gamma: 0.5\n", "")
-    assert recipe_of(tmp_path, elm_yaml=text)[0].objective.model_dump()["margin"] == 0.5
-    text = LLAMAFACTORY.replace("simpo_gamma: 0.5", "simpo_gamma: 1.5")
-    assert recipe_of(tmp_path, elm_yaml=text)[0].objective.model_dump()["margin"] == 1.5
-
-
 @pytest.mark.parametrize(("norm", "clip"), [("0", None), ("0.0", None), ("0.3", 0.3)])
 def test_no_clipping_is_carried(tmp_path: Path, norm: str, clip: float | None) -> None:
-    for project in ({"ash_yaml": AXOLOTL}, {"elm_yaml": LLAMAFACTORY}, {"fir_yaml": TEXTS}):
+    for project in ({"ash_yaml": ASH}, {"elm_yaml": LLAMAFACTORY}, {"fir_yaml": FIR}):
         given = {name: f"{text}max_grad_norm: {norm}\n" for name, text in project.items()}
         assert recipe_of(tmp_path, **given)[0].train.clip_norm == clip
-    assert recipe_of(tmp_path, fir_yaml=TEXTS)[0].train.clip_norm == 1.0
+    assert recipe_of(tmp_path, fir_yaml=FIR)[0].train.clip_norm == 1.0
 
 
 def test_texts_of_trl_are_pretrained_on(tmp_path: Path) -> None:
-    recipe, notes = recipe_of(tmp_path, fir_yaml=f"{TEXTS}dataset_text_field: body\n")
+    recipe, notes = recipe_of(tmp_path, fir_yaml=f"{FIR}dataset_text_field: body\n")
     assert (recipe.objective.kind, recipe.data.train[0].text) == ("pretrain", "body")
     assert (recipe.data.pack, recipe.train.optimizer.lr) == ("none", 2e-5)
     assert "dataset_text_field: SFT of plain texts is objective.kind=pretrain" in notes
-    text = f"{TEXTS}dataset_text_field: body\nloss_type: ipo\n"
+    text = f"{FIR}dataset_text_field: body\nloss_type: ipo\n"
     recipe, notes = recipe_of(tmp_path, fir_yaml=text)
     assert recipe.objective.kind == "ipo"
     assert "dataset_text_field: ipo does not train on plain texts" in notes
@@ -124,7 +54,7 @@ def test_texts_of_trl_are_pretrained_on(tmp_path: Path) -> None:
 def test_what_warms_up_is_what_warmed_up_there(
     tmp_path: Path, project: str, given: str, warmup: float, says: str
 ) -> None:
-    text = {"ash_yaml": AXOLOTL, "fir_yaml": TEXTS}[project]
+    text = {"ash_yaml": ASH, "fir_yaml": FIR}[project]
     recipe, notes = recipe_of(tmp_path, **{project: text + given})
     assert recipe.train.schedule.warmup == warmup
     assert says in notes
@@ -151,7 +81,7 @@ def test_the_lowest_rate_of_a_schedule_is_carried(
     tmp_path: Path, project: str, schedule: str, given: str, lowest: float
 ) -> None:
     key = "lr_scheduler" if project == "ash_yaml" else "lr_scheduler_type"
-    text = {"ash_yaml": AXOLOTL, "fir_yaml": TEXTS}[project]
+    text = {"ash_yaml": ASH, "fir_yaml": FIR}[project]
     recipe, notes = recipe_of(tmp_path, **{project: f"{text}{key}: {schedule}\n{given}"})
     assert recipe.train.schedule.min_ratio == lowest
     assert "is not known" not in notes
@@ -171,7 +101,7 @@ def test_the_lowest_rate_of_a_schedule_is_carried(
 def test_a_lowest_rate_that_the_schedule_does_not_read_is_none(
     tmp_path: Path, schedule: str, given: str
 ) -> None:
-    text = f"{AXOLOTL}lr_scheduler: {schedule}\n{given}\n"
+    text = f"{ASH}lr_scheduler: {schedule}\n{given}\n"
     recipe, notes = recipe_of(tmp_path, ash_yaml=text)
     assert recipe.train.schedule.min_ratio == 0.0
     assert f"not needed: the schedule {schedule} does not read it there" in notes
@@ -191,59 +121,9 @@ def test_a_lowest_rate_that_the_schedule_does_not_read_is_none(
 def test_questions_that_trl_trains_and_that_are_not_trained_here_are_told(
     tmp_path: Path, given: str, says: str
 ) -> None:
-    notes = recipe_of(tmp_path, fir_yaml=TEXTS + given)[1]
+    notes = recipe_of(tmp_path, fir_yaml=FIR + given)[1]
     assert says in notes
     assert bool(says) == ("_only_loss" in notes)
-
-
-@pytest.mark.parametrize(
-    ("given", "targets"),
-    [
-        ("", ["q_proj", "v_proj"]),
-        ("lora_target_modules: null\n", ["q_proj", "v_proj"]),
-        ("lora_target_modules: [o_proj]\n", ["o_proj"]),
-        ("lora_target_modules: all-linear\n", "all-linear"),
-    ],
-)
-def test_an_adapter_of_trl_is_where_peft_puts_it(
-    tmp_path: Path, given: str, targets: str | list[str]
-) -> None:
-    recipe, notes = recipe_of(tmp_path, fir_yaml=f"{TEXTS}use_peft: true\n{given}")
-    assert recipe.model.lora is not None
-    assert recipe.model.lora.targets == targets
-    said = "lora_target_modules: is not given: q_proj and v_proj, as PEFT" in notes
-    assert said == (targets == ["q_proj", "v_proj"])
-
-
-@pytest.mark.parametrize(
-    ("project", "given", "alpha", "remark"),
-    [
-        ("fir_yaml", "use_peft: true\nlora_r: 64\n", 32, "lora_alpha, its default there"),
-        ("fir_yaml", "use_peft: true\nlora_r: 64\nlora_alpha: 128\n", 128, "lora_alpha"),
-        ("elm_yaml", "lora_rank: 64\n", 128, "lora_alpha, its default there"),
-        ("elm_yaml", "lora_rank: 64\nlora_alpha: 0\n", 128, "lora_alpha, its default there"),
-        ("elm_yaml", "lora_rank: 64\nlora_alpha: 32\n", 32, "lora_alpha"),
-        ("ash_yaml", "adapter: lora\nlora_r: 64\n", 128, "lora_alpha, which is not given"),
-        ("ash_yaml", "adapter: lora\nlora_r: 64\nlora_alpha: 16\n", 16, "lora_alpha"),
-    ],
-)
-def test_an_adapter_has_the_scale_that_it_had_there(
-    tmp_path: Path, project: str, given: str, alpha: float, remark: str
-) -> None:
-    elm = re.sub(r"lora_rank: .*\n|lora_alpha: .*\n", "", LLAMAFACTORY)
-    text = {"fir_yaml": TEXTS, "elm_yaml": elm, "ash_yaml": AXOLOTL}[project] + given
-    adopted = adopt_texts(tmp_path, {project.replace("_", "."): text})
-    lora = load(tmp_path, adopted).model.lora
-    assert lora is not None
-    assert (lora.rank, lora.alpha) == (64, alpha)
-    assert re.search(rf"alpha: {alpha:.1f} +# {remark}$", adopted.text, re.MULTILINE)
-    told = "lora_alpha: is not given, and axolotl has no default; 128 stands for it"
-    assert (told in "\n".join(adopted.notes)) == ("which is not given" in remark)
-
-
-def test_an_adapter_whose_scale_is_0_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(WrongInput, match=r"lora_alpha: `model\.lora\.alpha` is 0\.0"):
-        recipe_of(tmp_path, fir_yaml=f"{TEXTS}use_peft: true\nlora_alpha: 0\n")
 
 
 @pytest.mark.parametrize(
@@ -265,35 +145,6 @@ def test_a_key_without_a_value_is_not_taken_for_its_default_in_silence(
 
 
 @pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        ("", "objective.kind: `trl grpo` and `trl rloo` read these keys, and grpo is taken"),
-        ("reward_clip_range: [0, 1]\n", "reward_clip_range: RLOO is not offered; GRPO"),
-        ("loss_type: dapo\n", ""),
-    ],
-)
-def test_rloo_is_not_taken_for_grpo_in_silence(tmp_path: Path, given: str, says: str) -> None:
-    recipe, notes = recipe_of(tmp_path, fir_yaml=f"{TEXTS}reward_funcs: [judge.right]\n{given}")
-    assert recipe.objective.kind == "grpo"
-    assert says in notes
-    assert bool(says) == ("rloo" in notes.lower())
-
-
-@pytest.mark.parametrize("loss", ["nll", "chunked_nll", "dft"])
-def test_losses_of_texts_are_those_of_sft(tmp_path: Path, loss: str) -> None:
-    recipe, notes = recipe_of(tmp_path, fir_yaml=f"{TEXTS}loss_type: {loss}\n")
-    assert recipe.objective.kind == "sft"
-    assert ("dft is not offered; cross-entropy stands for it" in notes) == (loss == "dft")
-
-
-def test_an_adapter_of_axolotl_that_names_no_layers_is_told(tmp_path: Path) -> None:
-    says = "lora_target_modules: is not given, nor lora_target_linear"
-    text = f"{AXOLOTL}adapter: lora\n"
-    assert says in recipe_of(tmp_path, ash_yaml=text)[1]
-    assert says not in recipe_of(tmp_path, ash_yaml=f"{text}lora_target_linear: true\n")[1]
-
-
-@pytest.mark.parametrize(
     ("project", "given", "says"),
     [
         ("ash_yaml", "bf16: auto\n", ""),
@@ -305,7 +156,7 @@ def test_an_adapter_of_axolotl_that_names_no_layers_is_told(tmp_path: Path) -> N
 def test_weights_of_fewer_bits_are_told(
     tmp_path: Path, project: str, given: str, says: str
 ) -> None:
-    text = {"ash_yaml": AXOLOTL, "elm_yaml": LLAMAFACTORY.replace("bf16: true\n", "")}[project]
+    text = {"ash_yaml": ASH, "elm_yaml": LLAMAFACTORY.replace("bf16: true\n", "")}[project]
     recipe, notes = recipe_of(tmp_path, **{project: text + given})
     assert (recipe.precision.compute == "bf16") or "false" in given
     assert says in notes
@@ -313,10 +164,10 @@ def test_weights_of_fewer_bits_are_told(
 
 
 def test_activations_that_axolotl_offloads_are_computed_again(tmp_path: Path) -> None:
-    recipe, notes = recipe_of(tmp_path, ash_yaml=f"{AXOLOTL}gradient_checkpointing: offload\n")
+    recipe, notes = recipe_of(tmp_path, ash_yaml=f"{ASH}gradient_checkpointing: offload\n")
     assert recipe.memory.recompute.kind == "full"
     assert "gradient_checkpointing: offload: activations are computed again here" in notes
-    recipe, notes = recipe_of(tmp_path, ash_yaml=f"{AXOLOTL}gradient_checkpointing: true\n")
+    recipe, notes = recipe_of(tmp_path, ash_yaml=f"{ASH}gradient_checkpointing: true\n")
     assert (recipe.memory.recompute.kind, "activations" in notes) == ("full", False)
 
 
@@ -340,20 +191,14 @@ def test_products_are_as_exact_as_there(
     tmp_path: Path, project: str, given: str, compute: str
 ) -> None:
     text = {
-        "ash_yaml": AXOLOTL,
-        "fir_yaml": TEXTS,
+        "ash_yaml": ASH,
+        "fir_yaml": FIR,
         "elm_yaml": LLAMAFACTORY.replace("bf16: true\n", ""),
     }[project]
     recipe, notes = recipe_of(tmp_path, **{project: text + given})
     assert recipe.precision.compute == compute
     slow = compute == "fp32" and "bf16" not in given
     assert ("bf16: is not given, nor fp16, and products are those of fp32" in notes) == slow
-
-
-def test_scores_of_trl_are_centred(tmp_path: Path) -> None:
-    recipe, _ = recipe_of(tmp_path, fir_yaml=f"{TEXTS}center_rewards_coefficient: 0.01\n")
-    found = recipe.objective.model_dump()
-    assert (found["kind"], found["center"]) == ("reward", 0.01)
 
 
 @pytest.mark.parametrize(
@@ -374,13 +219,6 @@ def test_packed_rows_of_llamafactory_see_each_other_there(
     assert ("packing: documents in one row see each other there" in notes) == told
 
 
-def test_answers_of_rewards_whose_length_is_not_given_are_told(tmp_path: Path) -> None:
-    text = f"{AXOLOTL}rl: grpo\ntrl:\n  reward_funcs: [judge.right]\n"
-    says = "trl.max_completion_length: is not given"
-    assert says in recipe_of(tmp_path, ash_yaml=text)[1]
-    assert says not in recipe_of(tmp_path, ash_yaml=f"{text}  max_completion_length: 64\n")[1]
-
-
 @pytest.mark.parametrize(
     ("optimizer", "says"),
     [
@@ -393,17 +231,6 @@ def test_answers_of_rewards_whose_length_is_not_given_are_told(tmp_path: Path) -
     ],
 )
 def test_an_optimizer_that_is_not_adamw_is_told(tmp_path: Path, optimizer: str, says: str) -> None:
-    _, notes = recipe_of(tmp_path, ash_yaml=f"{AXOLOTL}optimizer: {optimizer}\n")
+    _, notes = recipe_of(tmp_path, ash_yaml=f"{ASH}optimizer: {optimizer}\n")
     assert says in notes
     assert bool(says) == ("optimizer:" in notes)
-
-
-@pytest.mark.parametrize(("bits", "kind"), [(4, "nf4"), (8, "int8"), (3, "nf4")])
-def test_bits_of_frozen_weights_that_are_not_offered_are_told(
-    tmp_path: Path, bits: int, kind: str
-) -> None:
-    text = LLAMAFACTORY.replace("deepspeed: ", "# ")
-    recipe, notes = recipe_of(tmp_path, elm_yaml=f"{text}quantization_bit: {bits}\n")
-    assert recipe.model.quantize is not None
-    assert recipe.model.quantize.kind == kind
-    assert ("quantization_bit: 3 are not offered" in notes) == (bits == 3)

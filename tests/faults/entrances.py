@@ -261,7 +261,7 @@ FAULTS = [
         '        draft.put_from(sheet, "cpo_alpha", "objective.sft_weight")\n',
         "",
         "simpo of axolotl is adopted without the cross-entropy that it adds there",
-        "tests/adopt/test_tuner_values.py",
+        "tests/adopt/test_tuner_losses.py",
     ),
     Fault(
         "adopted-texts-without-their-column",
@@ -413,7 +413,7 @@ FAULTS = [
         "dropout, targets=TARGETS)",
         "dropout)",
         "an adopted adapter trains other layers than TRL did",
-        "tests/adopt/test_tuner_values.py",
+        "tests/adopt/test_tuner_adapters.py",
     ),
     Fault(
         "all-files-for-one-in-silence",
@@ -1006,7 +1006,7 @@ FAULTS = [
         "KEYS, 16, ALPHA, dropout",
         "KEYS, 16, None, dropout",
         "an adopted adapter is scaled otherwise than TRL scales it unless told",
-        "tests/adopt/test_tuner_values.py",
+        "tests/adopt/test_tuner_adapters.py",
     ),
     Fault(
         "adopted-strength-under-one-name",
@@ -1014,6 +1014,14 @@ FAULTS = [
         "    given = [key for key in BETAS if sheet.has(key)]\n",
         "    given = [key for key in BETAS[1:2] if sheet.has(key)]\n",
         "the strength of a preference loss, or of GRPO's KL, is axolotl's default and not the file's",
-        "tests/adopt/test_tuner_values.py",
+        "tests/adopt/test_tuner_losses.py",
+    ),
+    Fault(
+        "adopted-cross-entropy-lost",
+        "ingot/adopt/llamafactory.py",
+        '    if sheet.get("pref_ftx") > 0 and kind in ("dpo", "simpo"):',
+        '    if sheet.get("pref_ftx") > 0 and kind in ("simpo",):',
+        "DPO of LLaMA-Factory is adopted without the cross-entropy that it adds there",
+        "tests/adopt/test_tuner_losses.py",
     ),
 ]
