@@ -19,6 +19,7 @@ from ingot.adopt.table import (
 )
 from ingot.adopt.tuning import (
     COSINE_RATIO,
+    NEVER_DROPPED,
     NOT_NEEDED,
     TunerKeys,
     build_adapter,
@@ -166,7 +167,7 @@ def _adapter(sheet: GivenKeys, draft: Draft) -> None:
     every = sheet.get("lora_target_linear")
     if every:
         sheet.given.pop("lora_target_modules", None)
-    build_adapter(sheet, draft, KEYS, rank=8)
+    build_adapter(sheet, draft, KEYS, rank=8, undropped=NEVER_DROPPED.get(sheet.get("rl")))
     for key, knob in (("lora_r", "model.lora.rank"), ("lora_alpha", "model.lora.alpha")):
         if not sheet.has(key):
             value = draft.values.tree["model"]["lora"][knob.rpartition(".")[2]]

@@ -112,9 +112,6 @@ def begin_grpo(sheet: GivenKeys, draft: Draft, at: str, beta: str = "") -> int:
     if loss not in NORMALISED:
         draft.note("changed", "loss_type", f"{loss} is not offered; the loss of dapo stands for it")
     draft.put("objective.rewards", _rewards(sheet, draft, at), f"{at}reward_funcs")
-    if sheet.has("lora_dropout"):
-        sheet.given.pop("lora_dropout")
-        draft.note("changed", "lora_dropout", "0 here: answers are sampled without dropout")
     return int(sheet.get(f"{at}num_generations"))
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from ingot.adopt.splits import Sources, put_sources
 from ingot.adopt.table import Draft, GivenKeys, KeyRow, Project, number, texts, truth, whole
 from ingot.adopt.tuning import (
+    NEVER_DROPPED,
     NOT_NEEDED,
     TunerKeys,
     build_adapter,
@@ -131,7 +132,7 @@ def _build(sheet: GivenKeys, draft: Draft) -> None:
     if way == "lora":
         if sheet.get("lora_alpha") == 0:  # counts as not given there
             sheet.given.pop("lora_alpha")
-        build_adapter(sheet, draft, KEYS, rank=8)
+        build_adapter(sheet, draft, KEYS, rank=8, undropped=NEVER_DROPPED.get(kind))
     elif way != "full":
         draft.note("changed", "finetuning_type", f"{way} is not offered; all weights are trained")
     if bits := sheet.get("quantization_bit"):

@@ -17,6 +17,7 @@ from ingot.adopt.table import (
     whole,
 )
 from ingot.adopt.tuning import (
+    NEVER_DROPPED,
     NOT_NEEDED,
     TunerKeys,
     build_adapter,
@@ -67,6 +68,7 @@ ROWS = rows(
     KeyRow("use_peft", read=truth),
     KeyRow("lora_r", read=whole),
     KeyRow("lora_target_modules", read=texts),
+    KeyRow("disable_dropout", read=truth, default="true"),
     KeyRow("load_in_4bit", read=truth),
     KeyRow("load_in_8bit", read=truth),
     *trainer_rows(optimizer="adamw_torch_fused"),
@@ -119,9 +121,9 @@ def _build(sheet: GivenKeys, draft: Draft) -> None:
     draft.put("train.optimizer.lr", rate, "learning_rate, or what the command has")
     build_training(sheet, draft, KEYS, multiple)
     if sheet.get("use_peft"):
-        # Answers to rewards are sampled without dropout, and trained without.
-        dropout = 0.0 if kind == "grpo" else 0.05
-        build_adapter(sheet, draft, KEYS, 16, ALPHA, dropout, TARGETS)
+        never = NEVER_DROPPED | {"reward": NEVER_DROPPED["dpo"]}
+        undropped = never.get(kind) if kind == "grpo" or sheet.get("disable_dropout") else None
+        build_adapter(sheet, draft, KEYS, 16, ALPHA, 0.05, TARGETS, undropped)
         if not sheet.has("lora_target_modules"):
             draft.note(
                 "changed",

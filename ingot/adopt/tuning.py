@@ -32,6 +32,14 @@ PURE = (
     "the weights had this format there too; here the optimizer changes fp32 weights"
     " (precision.master=stochastic for less memory)"
 )
+NEVER_DROPPED = {
+    **dict.fromkeys(
+        ("dpo", "ipo", "simpo", "orpo", "kto"),
+        "training on preferences turns all dropout off there, an adapter's too",
+    ),
+    "grpo": "answers are sampled without dropout",
+}
+"""Why an adapter has no dropout, by objective.kind."""
 TEMPLATES = ("alpaca", "chatml", "hermes", "llama2", "llama3", "mistral", "zephyr")
 BUILDERS = {"json": "jsonl", "csv": "csv", "parquet": "parquet", "arrow": "arrow", "text": "text"}
 """What `datasets` calls a format of files, also in the place of a name -> data.train[].format."""
@@ -283,9 +291,11 @@ def build_adapter(
     alpha: float | None = None,
     dropout: float = 0.0,
     targets: Sequence[str] = (),
+    undropped: str | None = None,
 ) -> None:
     """An adapter; `rank`, `alpha` (twice the rank where it is None), `dropout` and `targets` (all
-    linear layers where it is empty) are the trainer's unless given.
+    linear layers where it is empty) are the trainer's unless given. `undropped`: why there is no
+    dropout, whatever the key says.
     """
     rank = sheet.get(keys.rank) or rank
     for key, knob, usual in (
@@ -295,7 +305,12 @@ def build_adapter(
     ):
         given = sheet.get(key)
         remark = key if sheet.has(key) else f"{key}, its default there"
-        draft.put(f"model.lora.{knob}", usual if given is None else given, remark)
+        value = usual if given is None else given
+        if undropped and knob == "dropout":
+            if value:
+                draft.note("changed", key, f"0 here: {undropped}")
+            value, remark = 0.0, undropped
+        draft.put(f"model.lora.{knob}", value, remark)
     targets = sheet.get(keys.targets) or targets
     every = not targets or list(targets) in (["all"], ["all-linear"])
     remark = keys.targets if sheet.has(keys.targets) else f"{keys.targets}, which is not given"

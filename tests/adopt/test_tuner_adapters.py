@@ -77,3 +77,48 @@ def test_bits_of_frozen_weights_that_are_not_offered_are_told(
     assert recipe.model.quantize is not None
     assert recipe.model.quantize.kind == kind
     assert ("quantization_bit: 3 are not offered" in notes) == (bits == 3)
+
+
+@pytest.mark.parametrize(
+    ("given", "dropout", "told"),
+    [
+        ("loss_type: nll\n", 0.05, False),
+        ("loss_type: nll\nlora_dropout: 0\n", 0.0, False),
+        ("loss_type: nll\nlora_dropout: 0.1\n", 0.1, False),
+        ("beta: 0.1\n", 0.0, True),
+        ("beta: 0.1\nlora_dropout: 0\n", 0.0, False),
+        ("beta: 0.1\ndisable_dropout: false\n", 0.05, False),
+        ("loss_type: kto\nlora_dropout: 0.1\n", 0.0, True),
+        ("center_rewards_coefficient: 0.01\n", 0.0, True),
+        ("reward_funcs: [judge.right]\ndisable_dropout: false\n", 0.0, True),
+    ],
+)
+def test_an_adapter_of_trl_has_dropout_where_it_had_it(
+    tmp_path: Path, given: str, dropout: float, told: bool
+) -> None:
+    recipe, notes = recipe_of(tmp_path, fir_yaml=f"{FIR}use_peft: true\n{given}")
+    assert recipe.model.lora is not None
+    assert recipe.model.lora.dropout == dropout
+    assert ("lora_dropout: 0 here: " in notes) == told
+
+
+@pytest.mark.parametrize(
+    ("way", "dropout"), [("sft", 0.1), ("rm", 0.1), ("dpo", 0.0), ("kto", 0.0)]
+)
+def test_an_adapter_of_llamafactory_has_dropout_where_it_had_it(
+    tmp_path: Path, way: str, dropout: float
+) -> None:
+    text = LLAMAFACTORY.replace("stage: dpo", f"stage: {way}\nlora_dropout: 0.1")
+    recipe, notes = recipe_of(tmp_path, elm_yaml=text)
+    assert recipe.model.lora is not None
+    assert recipe.model.lora.dropout == dropout
+    assert ("lora_dropout: 0 here: training on preferences" in notes) == (dropout == 0)
+
+
+@pytest.mark.parametrize("way", ["", "dpo", "ipo", "simpo", "orpo", "kto"])
+def test_an_adapter_of_axolotl_has_dropout_where_it_had_it(tmp_path: Path, way: str) -> None:
+    text = f"{ASH}adapter: lora\nlora_dropout: 0.1\nrl: {way}\n"
+    recipe, notes = recipe_of(tmp_path, ash_yaml=text)
+    assert recipe.model.lora is not None
+    assert recipe.model.lora.dropout == (0.0 if way else 0.1)
+    assert ("lora_dropout: 0 here: training on preferences" in notes) == bool(way)

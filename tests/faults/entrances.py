@@ -1024,4 +1024,12 @@ FAULTS = [
         "DPO of LLaMA-Factory is adopted without the cross-entropy that it adds there",
         "tests/adopt/test_tuner_losses.py",
     ),
+    Fault(
+        "adopted-dropout-that-was-off",
+        "ingot/adopt/tuning.py",
+        '        if undropped and knob == "dropout":',
+        "        if False:",
+        "an adopted adapter of preferences drops what its trainer keeps",
+        "tests/adopt/test_tuner_adapters.py",
+    ),
 ]
