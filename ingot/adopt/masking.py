@@ -49,11 +49,13 @@ ROWS = tuple(
         KeyRow("validation_file"),
         KeyRow("validation_split_percentage", read=number, default="5"),
         KeyRow("max_seq_length", read=whole),
+        KeyRow("dtype", also=("torch_dtype",)),
         KeyRow("mlm_probability", read=number, default="0.15"),
         KeyRow(SPAN, read=number),
         *trainer_rows(optimizer="adamw_torch"),
         KeyRow(
             "adafactor",
+            read=truth,
             changed="AdamW stands for it, with the same learning rate; 1e-4 to 1e-3 is usual then",
             idle=("false",),
         ),
@@ -76,7 +78,7 @@ ROWS = tuple(
             ),
             **dict.fromkeys(
                 (
-                    *("do_train", "do_eval", "overwrite_output_dir", "overwrite_cache", "dtype"),
+                    *("do_train", "do_eval", "overwrite_output_dir", "overwrite_cache"),
                     *("cache_dir", "use_fast_tokenizer", "preprocessing_num_workers", "streaming"),
                     *("dataloader_num_workers", "ddp_find_unused_parameters", "logging_first_step"),
                 ),
@@ -93,7 +95,9 @@ def _build(sheet: GivenKeys, draft: Draft) -> None:
     _model(sheet, draft)
     _data(sheet, draft)
     _objective(sheet, draft)
-    build_training(sheet, draft, KEYS)
+    if half := sheet.get("dtype") in ("bfloat16", "float16"):
+        draft.put("precision.compute", "bf16", sheet.name("dtype"))
+    build_training(sheet, draft, replace(KEYS, full=not half))
     if sheet.get("gradient_checkpointing"):
         draft.put("memory.recompute.kind", "full", sheet.name("gradient_checkpointing"))
     build_tracking(sheet, draft, "huggingface")
@@ -148,6 +152,8 @@ def _objective(sheet: GivenKeys, draft: Draft) -> None:
     draft.put_from(sheet, "mlm_probability", "objective.noise_density")
     if sheet.has(SPAN):
         draft.put_from(sheet, SPAN, f"objective.{SPAN}")
+    if not (sheet.has("max_grad_norm") or sheet.get("adafactor")):
+        draft.put("train.clip_norm", None, "run_t5_mlm_flax.py does not clip")
 
 
 class _Flags(Project):

@@ -8,6 +8,8 @@ import pytest
 
 from tests.adopt.stand_ins import ASH, FIR, LLAMAFACTORY, recipe_of
 
+OAK = "--model_name_or_path roberta-base --train_file oak.txt --max_seq_length 64"
+
 
 @pytest.mark.parametrize(("mark", "lost"), [("train", False), ("keep", True)])
 def test_a_mark_of_untrained_answers_with_another_name_is_told(
@@ -24,6 +26,21 @@ def test_no_clipping_is_carried(tmp_path: Path, norm: str, clip: float | None) -
         given = {name: f"{text}max_grad_norm: {norm}\n" for name, text in project.items()}
         assert recipe_of(tmp_path, **given)[0].train.clip_norm == clip
     assert recipe_of(tmp_path, fir_yaml=FIR)[0].train.clip_norm == 1.0
+
+
+@pytest.mark.parametrize(
+    ("given", "clip"),
+    [
+        (" --mean_noise_span_length 3", None),
+        (" --mean_noise_span_length 3 --adafactor", 1.0),
+        ("", 1.0),
+    ],
+    ids=["T5", "Adafactor, which clips its updates", "run_mlm.py"],
+)
+def test_a_script_that_does_not_clip_is_adopted_without_clipping(
+    tmp_path: Path, given: str, clip: float | None
+) -> None:
+    assert recipe_of(tmp_path, oak_args=OAK + given)[0].train.clip_norm == clip
 
 
 def test_texts_of_trl_are_pretrained_on(tmp_path: Path) -> None:
@@ -185,6 +202,10 @@ def test_activations_that_axolotl_offloads_are_computed_again(tmp_path: Path) ->
         ("elm_yaml", "finetuning_type: full\n", "fp32"),
         ("elm_yaml", "finetuning_type: full\nbf16: false\n", "fp32"),
         ("elm_yaml", "finetuning_type: full\nfp16: true\n", "bf16"),
+        ("oak_args", "", "fp32"),
+        ("oak_args", " --bf16", "bf16"),
+        ("oak_args", " --dtype bfloat16", "bf16"),
+        ("oak_args", " --bf16 False", "fp32"),
     ],
 )
 def test_products_are_as_exact_as_there(
@@ -194,6 +215,7 @@ def test_products_are_as_exact_as_there(
         "ash_yaml": ASH,
         "fir_yaml": FIR,
         "elm_yaml": LLAMAFACTORY.replace("bf16: true\n", ""),
+        "oak_args": OAK,
     }[project]
     recipe, notes = recipe_of(tmp_path, **{project: text + given})
     assert recipe.precision.compute == compute

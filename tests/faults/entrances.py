@@ -1032,4 +1032,20 @@ FAULTS = [
         "an adopted adapter of preferences drops what its trainer keeps",
         "tests/adopt/test_tuner_adapters.py",
     ),
+    Fault(
+        "adopted-encoder-in-fewer-bits",
+        "ingot/adopt/masking.py",
+        "replace(KEYS, full=not half)",
+        "KEYS",
+        "an encoder whose products were those of fp32 is trained with those of bf16, unasked",
+        "tests/adopt/test_tuner_values.py",
+    ),
+    Fault(
+        "adopted-and-clipped",
+        "ingot/adopt/masking.py",
+        '        draft.put("train.clip_norm", None, "run_t5_mlm_flax.py does not clip")\n',
+        "        pass\n",
+        "gradients that were never clipped are clipped by an adopted recipe",
+        "tests/adopt/test_tuner_values.py",
+    ),
 ]
