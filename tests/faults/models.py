@@ -462,6 +462,14 @@ FAULTS = [
         "tests/models/generation/test_request.py",
     ),
     Fault(
+        "space-lost-behind-a-special-token",
+        "ingot/models/generation/request.py",
+        "        if fresh or unsure:\n",
+        "        if True:\n",
+        "the word behind an unknown token is joined to the one before it",
+        "tests/models/generation/test_request.py",
+    ),
+    Fault(
         "stop-text-given-out",
         "ingot/models/generation/request.py",
         "return self._shown(text[: min(found)])",

@@ -290,7 +290,12 @@ class TextStream:
             if certain.startswith(self._given)
             else self._decode(self._window[self._old :])
         )
-        self._slide(unsure)
+        if fresh or unsure:
+            self._slide(unsure)
+        else:
+            # A token without text, such as a special one: the text before it stays as well. Behind
+            # such tokens alone the next word would be the first, and lose its space.
+            del self._window[self._old : -SHORTEST]
         return fresh
 
     def _slide(self, unsure: int) -> None:

@@ -122,6 +122,19 @@ def test_spaces_that_a_decoder_strips_at_the_start_are_kept_after_a_prompt() -> 
     assert TextStream(tokenizer.decode, []).push(hello) == "Hello"
 
 
+@pytest.mark.parametrize("count", [1, LONGEST - 1, 3 * LONGEST])
+def test_a_word_behind_tokens_without_text_keeps_its_space(count: int) -> None:
+    tokenizer = sentencepiece()
+    tokenizer.add_special_tokens(["<unk>"])
+    pieces = ["▁Hello", *["<unk>"] * count, "▁world", "<unk>", "lo", "▁world"]
+    ids = [tokenizer.token_to_id(piece) for piece in pieces]
+    streamed = TextStream(tokenizer.decode, [])
+    text = "".join(streamed.push(token) for token in ids) + streamed.finish()
+    assert text == tokenizer.decode(ids) == "Hello worldlo world"
+    assert streamed.length == len(text)
+    assert len(streamed._window) <= LONGEST
+
+
 @UNHURRIED
 @given(texts)
 def test_bytes_of_sentencepiece_come_out_whole(text: str) -> None:

@@ -246,6 +246,21 @@ def test_a_special_token_that_is_a_stop_ends_a_search_too(beams: int) -> None:
     assert (found.text, found.finish) == (spell(ids[:place]), "stop")
 
 
+@pytest.mark.parametrize("beams", [1, 2])
+def test_an_answer_with_a_token_without_text_reads_as_all_of_it_decodes(beams: int) -> None:
+    """A word behind it is not the first one, which alone has no space before it."""
+    model, asked = model_of("bart"), Seq2SeqRequest(SOURCES[5], 6, beams=beams)
+    ids = answer_batch(model, [asked], [END])[0].ids
+
+    textless = next(token for token in ids[1:-1] if token not in (ids[0], ids[-1]))
+
+    def decode(tokens: Sequence[int]) -> str:
+        return " ".join(spell([token]) for token in tokens if token != textless)
+
+    (found,) = Seq2SeqGenerator(model, decode=decode, eos=[END]).run([asked])
+    assert found.text == decode(ids)
+
+
 def test_sources_are_read_a_share_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of("t5-1.1")
     summarizer = Seq2SeqGenerator(model, decode=spell, eos=[END])
