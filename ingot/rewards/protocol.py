@@ -38,8 +38,8 @@ class RewardScores:
     reasons: dict[str, str] = field(default_factory=dict)
     """By the name of a reward that failed: why it did, on the first sample on which it did."""
     absent: list[str] = field(default_factory=list)
-    """Rewards that judged nothing, for reasons that lie in none of the samples: a server that does
-    not answer, a process that dies.
+    """Rewards that judged nothing, though trying once more might have helped: a server that does
+    not answer, a process that dies. It may lie in the samples where they are few.
     """
 
 

@@ -66,6 +66,7 @@ from ingot.train.optim.averaging import averaged_steps
 from ingot.train.reference import reference_tables
 from ingot.train.resume import FIELDS, check_steps, come_to, find_start
 from ingot.train.rollback import RolledBack, roll_back, with_left_out
+from ingot.train.rollout.sampling import RewardAbsent
 from ingot.train.setup import TrainSetup, make_setup
 from ingot.train.step import LoopEnd, StepContext, run_steps
 
@@ -191,9 +192,9 @@ def _run_steps(context: StepContext, hooks: Hooks, first: int, last: int) -> Loo
     """
     try:
         end = run_steps(context, first, last)
-    except LateMetric as late:
+    except (LateMetric, RewardAbsent) as ended:
         hooks.skips.finish()
-        hooks.checkpoint.finish(late.step)
+        hooks.checkpoint.finish(ended.step)
         raise
     hooks.skips.finish()
     return end

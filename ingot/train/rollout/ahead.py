@@ -22,7 +22,13 @@ from ingot.models.native.decoder import Decoder
 from ingot.parallel.mesh import Mesh
 from ingot.train.rollout.answers import RolloutAnswers
 from ingot.train.rollout.policy import SampledPolicy, own_checksum
-from ingot.train.rollout.sampling import POLL_S, AnswerSampler, SampleTask
+from ingot.train.rollout.sampling import (
+    POLL_S,
+    AnswerSampler,
+    RewardAbsent,
+    SampleTask,
+    raise_together,
+)
 
 
 class RolloutsAhead:
@@ -66,6 +72,9 @@ class RolloutsAhead:
         """The answers of a rollout, and the number of the one that training had come to when its
         weights were taken; those that are due are begun. Collective. None if a rank was asked to
         stop.
+
+        Raises:
+            RewardAbsent: on all ranks.
         """
         self._begin(number)
         if any(self._mesh.agree(float(not self._wait(number, meanwhile)))):
@@ -75,7 +84,8 @@ class RolloutsAhead:
 
     def state(self, beat: Callable[[], bool]) -> dict[str, Any]:
         """What a checkpoint needs: the answers of all rollouts that are begun, since the weights
-        that they come from are gone when it is read. Waits for them. Collective.
+        that they come from are gone when it is read. Waits for them. Those that a reward was absent
+        for are left out: who goes on from there samples them anew. Collective.
 
         Args:
             beat: called while waiting.
@@ -83,10 +93,11 @@ class RolloutsAhead:
         for number in sorted(self._running):
             while not self._wait(number, lambda: True):
                 beat()
-            self._join(number)
+            with contextlib.suppress(RewardAbsent):
+                self._join(number)
         return {
             "answers": {str(number): one.pack() for number, one in self._done.items()},
-            "weights": {str(number): one for number, one in self._weights.items()},
+            "weights": {str(number): self._weights[number] for number in self._done},
         }
 
     def close(self) -> None:
@@ -119,10 +130,12 @@ class RolloutsAhead:
         return self._sampler.judge(task, found, self._closing.is_set)
 
     def _wait(self, number: int, meanwhile: Callable[[], bool]) -> bool:
-        """Whether this rank's answers are there; polls `meanwhile`, which may give up."""
+        """Whether this rank's answers are there, or what is wrong with them; polls `meanwhile`,
+        which may give up.
+        """
         while number in self._running:
             try:
-                self._running[number].result(timeout=POLL_S)
+                self._running[number].exception(timeout=POLL_S)
                 break
             except NotYet:
                 if meanwhile():
@@ -130,8 +143,10 @@ class RolloutsAhead:
         return True
 
     def _join(self, number: int) -> None:
-        """Bring the answers of all ranks together, once."""
+        """Bring the answers of all ranks together, once. Raises RewardAbsent on all of them."""
         if number in self._running:
+            wrong = self._running[number].exception()
+            raise_together(wrong if isinstance(wrong, RewardAbsent) else None, self._mesh)
             own = self._running.pop(number).result()
             assert own is not None, "given up before the end"
             self._done[number] = own.everywhere(self._mesh)

@@ -29,7 +29,7 @@ from ingot.train.rollout.answers import (
     unequal_first,
 )
 from ingot.train.rollout.policy import SampledPolicy
-from ingot.train.rollout.sampling import AnswerSampler
+from ingot.train.rollout.sampling import AnswerSampler, RewardAbsent, raise_together
 from ingot.train.rollout.scored import mismatch, refer, with_recomputed
 from ingot.train.setup import TrainSetup
 from ingot.train.step import StepInfo
@@ -99,6 +99,7 @@ class Rollout:
         Raises:
             Failed: the answers that step `i` goes on with are lost, or replicas hold different
                 weights.
+            RewardAbsent: on all ranks.
         """
         self._checksums.raise_if_damaged()
         number, update = divmod(i, self.settings.updates)
@@ -109,17 +110,17 @@ class Rollout:
                     " checkpoint does not hold them; delete it, so that the one before is taken"
                 )
             began = time.monotonic()
-            self._beat, behind = meanwhile, 0
-            answers = None
-            if self._ahead is None:
-                answers = self._sample(number, meanwhile)
-            elif (taken := self._ahead.take(number, meanwhile)) is not None:
-                answers, behind = taken[0], number - taken[1]
-            if answers is None:
+            self._beat = meanwhile
+            try:
+                taken = self._taken(number, meanwhile)
+            except RewardAbsent as absent:
+                absent.step = i
+                raise
+            if taken is None:
                 return []
-            self._begin(number, answers)
+            self._begin(number, taken[0])
             if self._ahead is not None:
-                self.metrics["rollout/behind"] = float(behind)
+                self.metrics["rollout/behind"] = float(number - taken[1])
             self.metrics["rollout/seconds"] = time.monotonic() - began
         return self._batches
 
@@ -142,6 +143,17 @@ class Rollout:
         self._sampler.close()
         self._checksums.close()
 
+    def _taken(
+        self, number: int, meanwhile: Callable[[], bool]
+    ) -> tuple[RolloutAnswers, int] | None:
+        """The answers of a rollout, and the number of that by whose weights they are; None if a
+        rank was asked to stop.
+        """
+        if self._ahead is not None:
+            return self._ahead.take(number, meanwhile)
+        answers = self._sample(number, meanwhile)
+        return None if answers is None else (answers, number)
+
     def _sample(self, number: int, meanwhile: Callable[[], bool]) -> RolloutAnswers | None:
         """The answers of a rollout: of as many sets of prompts as it takes; None if a rank was
         asked to stop.
@@ -161,7 +173,13 @@ class Rollout:
         task = self._sampler.task(number)
         with self._policy.whole() as model:
             found = self._sampler.sample(model, task, meanwhile)
-        answers = None if found is None else self._sampler.judge(task, found, meanwhile)
+        answers, gone = None, None
+        try:
+            if found is not None:
+                answers = self._sampler.judge(task, found, meanwhile)
+        except RewardAbsent as absent:
+            gone = absent
+        raise_together(gone, self.mesh)
         if any(self.mesh.agree(float(answers is None))):
             return None
         assert answers is not None

@@ -21,13 +21,25 @@ from ingot.models.generation.policy import PolicySampler, SampledAnswer, answer_
 from ingot.models.native.decoder import Decoder
 from ingot.parallel.mesh import Mesh
 from ingot.rewards.build import build_rewards
-from ingot.rewards.protocol import Sample
+from ingot.rewards.protocol import RewardScores, Sample
 from ingot.tokenizers.chats.encode import stop_tokens
 from ingot.train.rollout.answers import RolloutAnswers, share_of
 from ingot.train.rollout.server import PolicyServer
 from ingot.train.setup import TrainSetup
 
 POLL_S = 0.5
+MOST_UNJUDGED = 8
+"""A reward that judges no answer to so many prompts in a row, of those of a rank, is absent. On all
+answers to a few it may fail for what they are: a judge's own limit of length, for one.
+"""
+
+
+class RewardAbsent(Failed):
+    """A reward judges nothing any more; without it, training would learn something else. Raised on
+    all ranks together when `step` steps are done.
+    """
+
+    step = 0
 
 
 @dataclass(frozen=True)
@@ -55,6 +67,7 @@ class AnswerSampler:
         self._settings, self._setup, self._mesh, self._count = settings, setup, mesh, count
         self._reader, self._rewards = reader, build_rewards(settings.rewards)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rewards")
+        self._unjudged: dict[str, int] = {}  # prompts in a row, by the reward
         self.names = self._rewards.names
         self._server = None
         if settings.sampler is not None:
@@ -116,7 +129,7 @@ class AnswerSampler:
         `meanwhile` says True.
 
         Raises:
-            Failed: a reward is absent; without it, training would learn something else.
+            RewardAbsent: on this rank alone (see `raise_together`).
         """
         samples = [
             Sample(
@@ -138,11 +151,7 @@ class AnswerSampler:
                     return None
         for name, reason in scores.reasons.items():
             say(f"warning: reward {name} failed on {scores.failures[name]} answers: {reason}")
-        for name in scores.absent:
-            raise Failed(
-                f"reward {name} judged none of {len(found)} answers ({scores.reasons[name]}); see"
-                " to it, and run the same command again: it goes on from the newest checkpoint"
-            )
+        self._check_present(scores, len({number for number, _ in task.numbers}))
         shape = len(found), self._settings.max_answer_tokens
         ids, logprobs = np.zeros(shape, np.int64), np.zeros(shape, np.float32)
         for row, answer in enumerate(found):
@@ -160,5 +169,22 @@ class AnswerSampler:
             np.array(each, np.float64).T.reshape(len(found), len(each)),
         )
 
+    def _check_present(self, scores: RewardScores, prompts: int) -> None:
+        """Raises RewardAbsent if with these `prompts` there are too many that one left unjudged."""
+        self._unjudged = {name: self._unjudged.get(name, 0) + prompts for name in scores.absent}
+        for name, count in self._unjudged.items():
+            if count >= MOST_UNJUDGED:
+                raise RewardAbsent(
+                    f"reward {name} judged no answer to the last {count} prompts"
+                    f" ({scores.reasons[name]}); see to it, and run the same command again: it goes"
+                    " on from the newest checkpoint"
+                )
+
     def text(self, ids: Sequence[int]) -> str:
         return self._setup.tokenizer.decode(ids)
+
+
+def raise_together(absent: RewardAbsent | None, mesh: Mesh) -> None:
+    """Raises RewardAbsent on all ranks if any comes with one. Collective."""
+    if any(mesh.agree(float(absent is not None))):
+        raise absent or RewardAbsent("a reward is absent on another rank, which says what")

@@ -6,7 +6,7 @@ import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from ingot.config.doors import BUILT_IN
 from ingot.config.knobs import _all_knobs
@@ -14,7 +14,7 @@ from ingot.config.recipe import Recipe
 from ingot.config.sections.rewards import RewardSettings
 from ingot.data.ingest import ingest
 from ingot.data.prepare import prepare
-from ingot.rewards.protocol import Sample
+from ingot.rewards.protocol import RewardFailed, Sample
 from tests.small import copy_of, small_recipe
 
 OBJECTIVE = {
@@ -36,10 +36,15 @@ class OddReward(RewardSettings):
 
 
 class Odd:
+    unjudged: ClassVar[set[str]] = set()
+    """Prompts on whose answers it fails as a server does that answers with 500."""
+
     def __init__(self, settings: OddReward) -> None:
         pass
 
     def __call__(self, sample: Sample) -> float:
+        if sample.prompt in self.unjudged:
+            raise RewardFailed("status 500", again=True)
         return odd(sample.answer)
 
 

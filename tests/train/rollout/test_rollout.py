@@ -5,7 +5,6 @@ gives one number, and what was killed goes on bit for bit.
 from __future__ import annotations
 
 import json
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from ingot.base import progress
-from ingot.base.errors import Failed, WrongInput
+from ingot.base.errors import WrongInput
 from ingot.base.markers import COMMIT
 from ingot.base.runlog import read_lines
 from ingot.checkpoints.store import committed
@@ -340,21 +339,6 @@ def test_a_start_between_two_steps_on_the_same_answers_is_refused(
     recipe = apart(ready, tmp_path, {"updates": 2}, train__start_step=3)
     with pytest.raises(WrongInput, match=r"not there; set train\.start_step to 2"):
         train(recipe)
-
-
-@pytest.mark.parametrize("staleness", [0, 1])
-def test_a_reward_whose_server_is_gone_ends_the_attempt(
-    staleness: int, ready: Path, tmp_path: Path
-) -> None:
-    """Others would be trained on without it."""
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))  # and does not listen
-        gone = {"kind": "http", "url": f"http://127.0.0.1:{bound.getsockname()[1]}", "retries": 0}
-        rewards = [*OBJECTIVE["rewards"], gone]
-        recipe = apart(ready, tmp_path, {"rewards": rewards, "staleness": staleness})
-        with pytest.raises(Failed, match=r"reward http judged none of 16 answers \(.*not answer"):
-            train(recipe)
-    assert not recipe.folder.model.exists()
 
 
 def test_a_prompt_without_room_for_an_answer_is_refused_before_the_first_step(

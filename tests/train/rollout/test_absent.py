@@ -1,0 +1,102 @@
+"""Rewards that judge nothing: a few prompts may be to blame and are counted; else the training ends,
+and keeps its steps.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+
+from ingot.checkpoints.store import committed
+from ingot.config.recipe import Recipe
+from ingot.data.batches.prompts import PromptReader
+from ingot.data.batches.rows import Rows
+from ingot.parallel.mesh import running_mesh
+from ingot.train.rollout import sampling
+from ingot.train.rollout.sampling import RewardAbsent
+from ingot.train.setup import make_setup
+from ingot.train.trainer import train
+from tests.ranks import run_ranks
+from tests.train.rollout.digits import OBJECTIVE, Odd, apart, digits_recipe, odd_known
+from tests.train.rollout.test_rollout import logged, told, weights
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_reward_whose_server_is_gone_ends_the_attempt(
+    staleness: int, ready: Path, tmp_path: Path
+) -> None:
+    """Others would be trained on without it."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))  # and does not listen
+        gone = {"kind": "http", "url": f"http://127.0.0.1:{bound.getsockname()[1]}", "retries": 0}
+        rewards = [*OBJECTIVE["rewards"], gone]
+        recipe = apart(ready, tmp_path, {"rewards": rewards, "staleness": staleness})
+        with pytest.raises(RewardAbsent, match=r"http judged no answer to .* \(.*not answer"):
+            train(recipe)
+    assert not recipe.folder.model.exists()
+
+
+def test_prompts_that_a_reward_cannot_judge_end_nothing(
+    ready: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step has answers to one prompt alone, and each second one is such a prompt."""
+    recipe = apart(ready, tmp_path, train__global_batch=4, train__steps=20, track__every=1)
+    monkeypatch.setattr(Odd, "unjudged", set(prompts_of(recipe, 20)[1::2]))
+    train(recipe)
+    assert logged(recipe, "reward/failed") == [0, 1] * 10
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_steps_before_a_reward_was_absent_are_kept(
+    staleness: int, ready: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same command samples the answers that it did not judge anew."""
+    monkeypatch.setattr(sampling, "MOST_UNJUDGED", 4)
+    given = {"staleness": staleness}
+    whole = apart(ready, tmp_path / "whole", given)
+    train(whole)
+    recipe = apart(ready, tmp_path / "broken", given)
+    with monkeypatch.context() as patch:
+        patch.setattr(Odd, "unjudged", set(prompts_of(recipe, 16)[8:]))
+        with pytest.raises(RewardAbsent):
+            train(recipe)
+    newest = committed(recipe.folder.checkpoints)[0]
+    assert newest.step == 2
+    assert not newest.commit["rollout"].get("ahead", {}).get("answers")
+    train(recipe)
+    assert [line["step"] for line in told(recipe)] == [line["step"] for line in told(whole)]
+    if not staleness:  # sampled ahead of older weights, which are gone
+        assert all(torch.equal(one, weights(whole)[name]) for name, one in weights(recipe).items())
+
+
+def prompts_of(recipe: Recipe, count: int) -> list[str]:
+    """The texts of the first prompts of a training."""
+    with running_mesh(recipe.parallel) as mesh:
+        setup = make_setup(recipe, mesh)
+    assert isinstance(setup.rows, Rows)
+    reader = PromptReader(setup.rows, setup.tokenizer)
+    return [one.text for one in reader.prompts(setup.order.rows(0, count).tolist())]
+
+
+def without_a_reward_on_one_rank(ready: str, target: str) -> int:
+    with odd_known(), pytest.MonkeyPatch.context() as patch:
+        recipe = apart(Path(ready), Path(target))
+        if os.environ["RANK"] == "1":
+            every = [f"{one} {other}" for one in range(10) for other in range(10)]
+            patch.setattr(Odd, "unjudged", set(every))
+        with pytest.raises(RewardAbsent) as absent:
+            train(recipe)
+    return absent.value.step
+
+
+def test_all_ranks_keep_their_steps_where_a_reward_is_absent_on_one(
+    ready: Path, tmp_path: Path
+) -> None:
+    """Each set has two prompts for either."""
+    steps = run_ranks(2, without_a_reward_on_one_rank, str(ready), str(tmp_path))
+    assert steps == [3, 3]
+    assert [one.step for one in committed(digits_recipe(tmp_path).folder.checkpoints)] == [3]
