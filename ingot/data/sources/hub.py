@@ -89,7 +89,10 @@ def open_split(where: dict[str, Any], knob: str) -> Any:
         if not folder and builder.hash != where["revision"]:
             raise ConnectionError(f"its cache holds {builder.hash}, not {where['revision']}")
         if isinstance(builder, Cache) and where.get("shares") != 1:
-            raise ConnectionError("its cache does not hold it in the shards of the hub")
+            raise ConnectionError(
+                "its cache does not hold it in the shards of the hub: without a network, give the"
+                " folder that its save_to_disk writes"
+            )
         return builder.as_streaming_dataset(split=where["split"])
     except (FileNotFoundError, ValueError, RuntimeError) as error:
         if _is_out_of_reach(error):

@@ -183,6 +183,7 @@ def test_a_set_that_the_library_prepared_is_read_without_a_network(
     whole, shards = do(tmp_path, hub, ("test", test), ("en", english), HF_HUB_OFFLINE="1")[0]
     assert whole["texts"] == [["org/set/en/test-00000:1", "a test"]]
     assert "hf:org/set:en cannot be reached" in shards["error"]
+    assert "give the folder that its save_to_disk writes" in shards["error"]
     hub.files["en/test.jsonl"] = lines("newer")
     do(tmp_path, hub, ("stamps", test))
     (older,) = do(tmp_path, hub, ("newer", test), HF_HUB_OFFLINE="1")[0]
