@@ -124,6 +124,14 @@ class DecoderLimits(Protocol):
     def max_position_embeddings(self) -> int: ...
 
 
+@dataclass(frozen=True)
+class ModelLimits:
+    """The limits of a model whose configuration has other names for them."""
+
+    vocab_size: int
+    max_position_embeddings: int
+
+
 class TooLong(WrongInput):
     """A prompt or text that does not fit into the model's `positions`."""
 

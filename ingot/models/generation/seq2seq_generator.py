@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -18,7 +18,13 @@ from torch import Tensor
 from ingot.base.errors import Failed
 from ingot.config.models.types import PROVED
 from ingot.models.generation.loop import DecodingLoop, GenerationJob
-from ingot.models.generation.request import CompletionChunk, Decode, Request, TextStream
+from ingot.models.generation.request import (
+    CompletionChunk,
+    Decode,
+    ModelLimits,
+    Request,
+    TextStream,
+)
 from ingot.models.generation.seq2seq import (
     Seq2SeqAnswer,
     Seq2SeqRequest,
@@ -32,12 +38,6 @@ from ingot.models.hf.models import Seq2Seq
 
 # Tokens of sources read in one step, with padding: it bounds how long running requests wait.
 READ_TOKENS = 512
-
-
-@dataclass(frozen=True)
-class _TargetLimits:
-    vocab_size: int
-    max_position_embeddings: int
 
 
 class Seq2SeqJob(GenerationJob):
@@ -90,7 +90,7 @@ class Seq2SeqGenerator(DecodingLoop):
         max_rows: int = 8,
         decode_for: Callable[[Sequence[int]], Decode] | None = None,
     ) -> None:
-        limits = _TargetLimits(model.config.vocab_size, model.config.target_positions)
+        limits = ModelLimits(model.config.vocab_size, model.config.target_positions)
         super().__init__(limits, eos=ends_of(model, eos), decode=decode, max_rows=max_rows)
         self._model = model
         self._decode_for = decode_for or (lambda source: decode)

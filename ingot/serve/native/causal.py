@@ -25,7 +25,7 @@ from ingot.config.models.types import check_own_code, installed_types
 from ingot.models.adapters.peft_config import is_adapter
 from ingot.models.generation.generator import eos_ids
 from ingot.models.generation.loop import DecodingLoop, GenerationJob
-from ingot.models.generation.request import CompletionChunk, Decode
+from ingot.models.generation.request import CompletionChunk, Decode, ModelLimits
 from ingot.models.generation.seq2seq_rows import prepared
 from ingot.models.hf.config import read_hf_config
 from ingot.models.hf.models import TextReader
@@ -49,19 +49,11 @@ TRIED = (2, 6)
 
 
 @dataclass(frozen=True)
-class CausalLimits:
-    """The limits that requests are checked against."""
-
-    vocab_size: int
-    max_position_embeddings: int
-
-
-@dataclass(frozen=True)
 class CausalModel:
     """A causal model of transformers, in evaluation mode."""
 
     inner: Any
-    config: CausalLimits
+    config: ModelLimits
 
     def parameters(self) -> Iterator[Tensor]:
         """All weights."""
@@ -106,7 +98,7 @@ def load_causal_model(folder: Path, *, device: torch.device, dtype: torch.dtype)
     config = inner.config.get_text_config()
     named = [getattr(config, name, None) or 0 for name in POSITIONS]
     positions = next((int(count) for count in named if count > 0), DEFAULT_POSITIONS)
-    return CausalModel(inner, CausalLimits(int(config.vocab_size), positions))
+    return CausalModel(inner, ModelLimits(int(config.vocab_size), positions))
 
 
 def is_bare_encoder(folder: Path) -> bool:
@@ -131,7 +123,7 @@ def load_text_encoder(folder: Path, *, device: torch.device, dtype: torch.dtype)
     """Load the encoder in `folder`, its heads left out. Raises as `load_causal_model` does."""
     read = read_hf_config(model_config(folder), "encoder", str(folder), unproved=True)
     inner = _load(folder, "AutoModel", device, dtype)
-    return TextEncoder(inner, CausalLimits(read.vocab_size, read.max_position_embeddings))
+    return TextEncoder(inner, ModelLimits(read.vocab_size, read.max_position_embeddings))
 
 
 def _load(folder: Path, kind: str, device: torch.device, dtype: torch.dtype) -> Any:
