@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ingot.base.errors import Failed, WrongInput
+from ingot.base.errors import WrongInput
 from ingot.config.recipe import Recipe
 from ingot.config.sections.objective import CHAT_TEMPLATED
 from ingot.evaluate.distribute import by_length, gather_texts, rank_share
@@ -118,10 +118,7 @@ def _generate_distributed(
     # All ranks agree on this, so that none waits for one that has raised.
     (broken_everywhere,) = subject.everyone.agree(float(broken))
     if broken_everywhere:
-        raise Failed(
-            f"{title}: {subject.where} gives numbers that are not finite; train it again with a"
-            " lower train.optimizer.lr"
-        )
+        raise subject.not_finite(title)
     return gather_texts(mine, len(lengths), subject.mesh)
 
 

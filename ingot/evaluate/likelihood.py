@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ingot.base.errors import Failed
 from ingot.evaluate.distribute import Floats, by_length, rank_share, sum_over_ranks
 from ingot.evaluate.subject import EvalModel
 from ingot.models.device import computing_in, kernels_for_any_length
@@ -120,10 +119,7 @@ def log_likelihoods(
         _store_sums(*pending, found)
     whole = sum_over_ranks(found, subject.mesh)
     if np.isnan(whole).any():
-        raise Failed(
-            f"{title}: {subject.where} gives numbers that are not finite; train it again with a"
-            " lower train.optimizer.lr"
-        )
+        raise subject.not_finite(title)
     return whole
 
 

@@ -120,6 +120,13 @@ class EvalModel:
         assert isinstance(self.model, Decoder)
         return self.model
 
+    def not_finite(self, task: str) -> Failed:
+        """The error of a task where the model gives numbers that are not finite."""
+        return Failed(
+            f"{task}: {self.where} gives numbers that are not finite; train it again with a lower"
+            " train.optimizer.lr"
+        )
+
     def until_stopped(self, items: Iterable[Item]) -> Iterator[Item]:
         """Iterate over `items` until this rank is asked to stop; at the end all ranks agree on
         whether any of them was.

@@ -12,7 +12,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ingot.base.errors import Failed
 from ingot.base.reports import Metric
 from ingot.config.sections.evaluation import ClassificationTask
 from ingot.data.batches.rows import Rows
@@ -50,10 +49,7 @@ class OpenClassificationTask:
             table[batch.rows[live].numpy()] = found[live].numpy()
         label, chosen, log_probability = sum_over_ranks(table, subject.mesh).T
         if np.isnan(log_probability).any():
-            raise Failed(
-                f"{self.name}: {subject.where} gives numbers that are not finite; train it again"
-                " with a lower train.optimizer.lr"
-            )
+            raise subject.not_finite(self.name)
         return self._report(
             label.astype(np.int64),
             chosen.astype(np.int64),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ingot.base.errors import Failed, WrongInput
+from ingot.base.errors import WrongInput
 from ingot.config.sections.evaluation import PreferenceTask
 from ingot.config.sections.objective import RewardModelSettings
 from ingot.data.batches.rows import Rows
@@ -55,10 +55,7 @@ class OpenPreferenceTask:
         chosen, rejected, length, other = sum_over_ranks(table, subject.mesh).T
         margin = chosen - rejected
         if not np.isfinite(margin).all():
-            raise Failed(
-                f"{self.name}: {subject.where} gives numbers that are not finite; train it again"
-                " with a lower train.optimizer.lr"
-            )
+            raise subject.not_finite(self.name)
         on = comparison_set(self.prepared.sets["validation"], self.rows, subject.recipe, self.count)
         metrics = {
             f"{self.name}/accuracy": mean_metric(
