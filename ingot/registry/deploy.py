@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ingot.base.errors import Failed, WrongInput
+from ingot.base.errors import WrongInput
 from ingot.base.progress import say
 from ingot.cloud.clients import GoogleClients
 from ingot.cloud.instances import label, user_labels
@@ -23,6 +23,7 @@ from ingot.registry.versions import (
     ModelRegistry,
     RegisteredVersion,
     VertexVersion,
+    another_live,
     newest_version,
 )
 from ingot.registry.vertexai import objects
@@ -73,9 +74,7 @@ def deploy(
 
         def allow(live: int | None) -> None:
             if request.back and registry.previous(name).number != version.number:
-                raise Failed(
-                    f"another version of {name} went live meanwhile; run the same command again"
-                )
+                raise another_live(name)
             if live != version.number:
                 objects.check_expected_live(name, live, instead_of)
 

@@ -21,7 +21,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ingot.base.errors import Failed, WrongInput
+from ingot.base.errors import WrongInput
 from ingot.base.markers import entry_of, problems, read_marker, write_marker
 from ingot.base.reports import EvaluationReport, parse_report
 from ingot.base.runfolder import shared_lock
@@ -32,6 +32,7 @@ from ingot.registry.database import open_database
 from ingot.registry.versions import (
     LiveChange,
     LocalVersion,
+    another_live,
     no_earlier,
     stale_decision,
     unknown_version,
@@ -188,9 +189,7 @@ class LocalRegistry:
         with open_database(self.path, writing=True) as db:
             row = self._previous_change(db, name)
             if row[0] != before.number:
-                raise Failed(
-                    f"another version of {name} went live meanwhile; run the same command again"
-                )
+                raise another_live(name)
             db.execute(
                 "INSERT INTO turns (name, version, before, time, reason) VALUES (?, ?, ?, ?, ?)",
                 (name, row[0], row[1], time.time(), reason),

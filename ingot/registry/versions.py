@@ -146,6 +146,11 @@ def unknown_version(
     )
 
 
+def another_live(name: str) -> Failed:
+    """The error where another version went live while one was rolled back."""
+    return Failed(f"another version of {name} went live meanwhile; run the same command again")
+
+
 def no_earlier(registry: ModelRegistry[Any], name: str, now: int | None) -> WrongInput:
     """The error where no earlier version can be made live: none was before `now`, or none is."""
     known = [version.number for version in registry.versions(name)]

@@ -27,7 +27,13 @@ from ingot.cloud.regions import region_mismatch
 from ingot.cloud.vertex import models
 from ingot.cloud.vertex.models import ModelVersion
 from ingot.config.recipe import Recipe
-from ingot.registry.versions import LiveChange, VertexVersion, no_earlier, unknown_version
+from ingot.registry.versions import (
+    LiveChange,
+    VertexVersion,
+    another_live,
+    no_earlier,
+    unknown_version,
+)
 from ingot.registry.vertexai import objects
 from ingot.registry.vertexai.objects import (
     SCHEMA,
@@ -194,9 +200,7 @@ class VertexRegistry:
         """
         version = self.previous(name)
         if to not in (None, version.number):
-            raise Failed(
-                f"another version of {name} went live meanwhile; run the same command again"
-            )
+            raise another_live(name)
         objects.move_pointer(
             self._bucket(name),
             objects.read_pointer(self._bucket(name)),
