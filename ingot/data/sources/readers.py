@@ -7,25 +7,21 @@ truncated or has trailing data is refused, never taken for a complete one.
 
 from __future__ import annotations
 
-import bz2
 import codecs
 import functools
-import gzip
-import io
 import json
 import sys
-import zlib
-from collections.abc import Callable, Iterator
-from typing import IO, Any, cast
+from collections.abc import Iterator
+from typing import IO, Any
 
 import orjson
-import zstandard
 
 from ingot.base.exact_json import is_rounded
 from ingot.data.documents import records as items
 from ingot.data.documents.kinds import DocumentExtractor
 from ingot.data.documents.records import BadRecord, ParsedDocument, checked
-from ingot.data.sources.source_file import Format, compression
+from ingot.data.sources.compressed import BROKEN, decompressed, is_broken
+from ingot.data.sources.source_file import Format
 from ingot.data.sources.tables import arrow, delimited, parquet
 from ingot.data.sources.wikipedia import multistream, pages
 
@@ -149,82 +145,6 @@ class _Text:
                 if self._ended or not cut or len(self._window) - self._at > items.LARGEST_BYTES:
                     raise
             self._grow()
-
-
-COMPRESSED_READ_BYTES = 1 << 17
-LONGEST_WINDOW = 1 << 31
-"""Bytes that a frame of Zstandard may look back; the library by itself refuses above 128 MiB."""
-BROKEN = (EOFError, zlib.error, gzip.BadGzipFile, zstandard.ZstdError)
-"""Exceptions raised when a damaged file is read."""
-
-
-def is_broken(error: Exception) -> bool:
-    """Whether an error while reading means a damaged file; bzip2 has no exception of its own for
-    that.
-    """
-    return isinstance(error, BROKEN) or str(error) == "Invalid data stream"
-
-
-def decompressed(stream: IO[bytes], path: str) -> IO[bytes]:
-    """The content of a `.gz`, `.zst` or `.bz2` file, with several frames concatenated; other files
-    unchanged.
-    """
-    ending = compression(path)
-    if ending == ".gz":
-        # No buffer on top: it would read ahead, and lose the data before an error.
-        return cast("IO[bytes]", gzip.GzipFile(fileobj=stream))
-    if ending == ".zst":
-        return io.BufferedReader(_Frames(stream, _zstd_frame), COMPRESSED_READ_BYTES)
-    if ending == ".bz2":
-        frames = _Frames(stream, bz2.BZ2Decompressor, least=1, padding=b"\0 \t\r\n")
-        return io.BufferedReader(frames, COMPRESSED_READ_BYTES)
-    return stream
-
-
-def _zstd_frame() -> Any:
-    """A decompressor of one frame, also of one that looks back as far as `zstd --long=31` does."""
-    return zstandard.ZstdDecompressor(max_window_size=LONGEST_WINDOW).decompressobj()
-
-
-class _Frames(io.RawIOBase):
-    """Frames of Zstandard, or streams of bzip2, as one stream; `begin` gives a decompressor of one.
-    The libraries' own readers take a file for complete that is cut short (Zstandard), or whose next
-    stream is damaged where it begins (bzip2); this one refuses it.
-
-    Args:
-        least: how many frames a whole file has.
-        padding: bytes that may stand behind a frame.
-    """
-
-    def __init__(
-        self, source: IO[bytes], begin: Callable[[], Any], *, least: int = 0, padding: bytes = b""
-    ) -> None:
-        self._source, self._open, self._padding = source, least > 0, padding
-        self._begin, self._frame, self._ended = begin, begin(), False
-        self._ready, self._input = memoryview(b""), b""
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._ready:
-            chunk = self._input or self._source.read(COMPRESSED_READ_BYTES)
-            if not chunk:
-                if self._open:
-                    raise EOFError("the file ends within a frame")
-                return 0
-            if self._ended and not (chunk := chunk.lstrip(self._padding)):
-                self._input = b""
-                continue
-            self._ended = False
-            self._ready = memoryview(self._frame.decompress(chunk))
-            self._open = not self._frame.eof
-            self._input = self._frame.unused_data if self._frame.eof else b""
-            if self._frame.eof:
-                self._frame, self._ended = self._begin(), bool(self._padding)
-        size = min(len(buffer), len(self._ready))
-        buffer[:size], self._ready = self._ready[:size], self._ready[size:]
-        return size
 
 
 DUMP_CHUNK_BYTES = 1 << 16

@@ -25,7 +25,9 @@ from ingot.base.progress import Progress, say
 from ingot.base.storage import disk_errors, fsync_folder
 from ingot.base.userfolders import cache_folder
 from ingot.config.sections.data import SourceSettings
+from ingot.data.documents import records as items
 from ingot.data.documents.records import EMPTY, BadRecord, ParsedDocument, checked
+from ingot.data.sources.compressed import pieces
 from ingot.data.sources.kind import SourceKind
 from ingot.data.sources.source_file import SourceFile, recall, remember
 
@@ -226,12 +228,12 @@ def multistream(stream: IO[bytes], size: int) -> Iterator[bytes]:
     begin = stream.tell()
     if begin:
         stream.seek(0)
-        yield _decompress_one(stream)
+        yield from _first_stream(stream)
         stream.seek(begin)
     decompressor, pending = bz2.BZ2Decompressor(), b""
     while chunk := pending or stream.read(min(READ_CHUNK_BYTES, size)):
         size -= len(chunk) if not pending else 0
-        yield decompressor.decompress(chunk)
+        yield from pieces(decompressor, chunk)
         pending = decompressor.unused_data
         if decompressor.eof:
             decompressor = bz2.BZ2Decompressor()
@@ -239,20 +241,26 @@ def multistream(stream: IO[bytes], size: int) -> Iterator[bytes]:
             raise EOFError("the file ends within a stream")
 
 
-def _decompress_one(stream: IO[bytes]) -> bytes:
-    decompressor, found = bz2.BZ2Decompressor(), b""
+def _first_stream(stream: IO[bytes]) -> Iterator[bytes]:
+    decompressor = bz2.BZ2Decompressor()
     while not decompressor.eof and (chunk := stream.read(READ_CHUNK_BYTES)):
-        found += decompressor.decompress(chunk)
-    return found
+        yield from pieces(decompressor, chunk)
 
 
 def _elements(chunks: Iterable[bytes], *, whole: bool) -> Iterator[Element]:
-    """Every complete `namespace` and `page` element of the dump, freed after use."""
+    """Every complete `namespace` and `page` element of the dump, freed after use. Raises ValueError
+    where one, or what stands between two of them, is larger than a document may be.
+    """
     parser: XMLPullParser[Element] = XMLPullParser(("start", "end"))
-    parents = list[Element]()
+    parents, held = list[Element](), 0
     for chunk in chunks:
+        held += len(chunk)
+        if held > items.LARGEST_BYTES:
+            raise ValueError(f"no page ends within {items.LARGEST_BYTES:,} bytes")
         parser.feed(chunk)
-        yield from _finished(parser, parents)
+        for element in _finished(parser, parents):
+            yield element
+            held = 0
     if whole:
         parser.close()
         yield from _finished(parser, parents)

@@ -9,6 +9,7 @@ import gzip
 import io
 import json
 import tarfile
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,9 @@ from ingot.base.errors import WrongInput
 from ingot.data.documents import records as items_module
 from ingot.data.documents.kinds import DocumentExtractor
 from ingot.data.documents.records import BadRecord, ParsedDocument
+from ingot.data.sources import compressed as compressed_module
 from ingot.data.sources import readers as json_texts
+from ingot.data.sources.compressed import decompressed
 from ingot.data.sources.readers import parse_file
 from ingot.data.sources.source_file import Format
 from tests.exhaustive import examples
@@ -328,6 +331,22 @@ def test_frames_with_a_long_window() -> None:
     frame = compressor.compress(LINES) + compressor.flush()
     assert zstandard.get_frame_parameters(frame).window_size == 1 << 31
     assert texts(read(frame * 2, "jsonl", path="a.jsonl.zst")) == TEXTS * 2
+
+
+@pytest.mark.parametrize("ending", [".gz", ".zst", ".bz2"])
+def test_a_few_bytes_that_stand_for_many_take_the_memory_of_what_is_read(
+    ending: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compressed_module, "ZSTD_INPUT_BYTES", 64)
+    large = 1 << 24
+    stream = decompressed(io.BytesIO(compressed(ending, bytes(large))), f"x{ending}")
+    tracemalloc.start()
+    try:
+        assert stream.read(10) == bytes(10)
+        assert tracemalloc.get_traced_memory()[1] < large / 4
+    finally:
+        tracemalloc.stop()
+    assert len(stream.read()) == large - 10, "nothing is left out"
 
 
 @pytest.mark.parametrize("ending", [".gz", ".zst", ".bz2"])

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import bz2
+import io
 import tracemalloc
 from pathlib import Path
 
 import pytest
 
 from ingot.data import ingest as ingest_module
+from ingot.data.documents import records as items
 from ingot.data.documents.records import BadRecord, ParsedDocument
 from ingot.data.ingest import ingest
 from ingot.data.raw import ingest_tasks as blocks
 from ingot.data.raw.store import open_raw
 from ingot.data.sources import wikipedia
-from ingot.data.sources.wikipedia import pages
+from ingot.data.sources.compressed import LARGEST_PIECE
+from ingot.data.sources.wikipedia import multistream, pages
 from tests.data.small import everything, recipe
 from tests.data.test_ingest import documents
 from tests.lazy import require
@@ -127,6 +130,23 @@ def test_a_multistream_dump_is_read_by_several_processes(
     ingest(small)
     assert set(open_raw(small).splits["train"][0].bad) == {"broken compression"}
     assert len(documents(small.folder.raw)) > 380
+
+
+def test_a_few_bytes_of_a_dump_that_stand_for_many_are_read_piece_by_piece(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    head, rest = (bz2.compress(bytes(1 << 23)) for _ in range(2))
+    stream = io.BytesIO(head + rest)
+    stream.seek(len(head))
+    pieces = list(map(len, multistream(stream, len(rest))))
+    assert sum(pieces) == 1 << 24
+    assert max(pieces) <= LARGEST_PIECE
+    monkeypatch.setattr(items, "LARGEST_BYTES", 10_000)
+    chunks = [b"<mediawiki>", page(1, "Zinn", "Ein Satz.").encode(), b"<page><a>"]
+    found, bad = pages([*chunks, *[b"a" * 3000] * 5])
+    assert isinstance(found, ParsedDocument)
+    assert isinstance(bad, BadRecord)
+    assert bad.detail == "after page 1: no page ends within 10,000 bytes"
 
 
 def test_a_dump_of_any_name_by_its_format(tmp_path: Path) -> None:
