@@ -38,11 +38,17 @@ CPU_QUOTAS = (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us"))
 """The files of version 2 and of version 1 of control groups that tell microseconds of processor
 time, and in which period.
 """
+_SPECIAL = ("eos", "bos", "pad", "unk", "sep", "cls", "mask", "image", "audio", "video")
+"""Tokens of tokenizers and models, which are no secrets."""
 _SECRET = re.compile(
-    r"(^|_)((API|ACCESS|PRIVATE|ACCOUNT|LICENSE|ENCRYPTION|SIGNING|AUTH)_?KEY|SECRET(_KEY)?|TOKEN"
-    r"|JWT|PAT|PASSWORD|PASSWD|PASSPHRASE)$",
-    re.IGNORECASE,
+    rf"""(?: {"".join(f"(?<!{name}_)" for name in _SPECIAL)} TOKEN
+    | PASSWORD | PASSWD | PASSPHRASE | SECRET | AUTHORIZATION | COOKIE | CONNECTION_?STRING
+    | (?<!APPLICATION_)CREDENTIALS? | CREDENTIALS_JSON
+    | (?:API|ACCESS|PRIVATE|SECRET|ACCOUNT|LICENSE|ENCRYPTION|SIGNING|AUTH)[_-]?KEY
+    | (?:^|[_-])(?:JWT|PAT) | (?-i:_KEY|_PWD|_PASS|_AUTH) ) (?:_?\d)?$""",
+    re.IGNORECASE | re.VERBOSE,
 )
+"""Some words name what is secret in variables alone: a knob `text_key` is a column."""
 _DOTENV_LINE = re.compile(
     r"""
     ^[ \t]* (?:export[ \t]+)? ([\w.-]+) [ \t]* =
@@ -59,8 +65,8 @@ Quotes end in their line if they can.
 
 
 def holds_secret(name: str) -> bool:
-    """Whether a variable of this name holds a secret, judging by its name: `WANDB_API_KEY`,
-    `HF_TOKEN`; not `HF_TOKEN_PATH`, which is a path.
+    """Whether a variable or a knob of this name holds a secret, judging by its name:
+    `WANDB_API_KEY`, `hf_token`; not `HF_TOKEN_PATH`, which is a path, nor `max_tokens`.
     """
     return _SECRET.search(name) is not None
 

@@ -7,30 +7,46 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from ingot.base.environment import holds_secret
 from ingot.base.markers import fingerprint
 
 MASK = "(hidden)"
-_SECRET = re.compile(
-    r"""(?P<key>(?<![\w.-])["']?[\w.-]*(?:passw(?:or)?d|secret|credentials?|api_?key|access_?key
-    |private_?key|(?<!eos_)(?<!bos_)(?<!pad_)(?<!unk_)(?<!sep_)(?<!cls_)(?<!mask_)token)["']?:[ ]+)
-    (?!(?:env|secret):|null|true|false|~|[|>\[{])(?P<value>"(?:[^"\\]|\\.)*"|'[^']*'|[^\s,}][^,}\n]*)""",
-    re.IGNORECASE | re.VERBOSE | re.DOTALL,
-)
-_ADDRESS = re.compile(r"\w://[^\s'\"]+")
+REFERENCES = ("env:", "secret:")
+"""How a value begins that names a secret rather than being one."""
+_ADDRESS = re.compile(r"\w://\S+")
 _QUERY = re.compile(
-    r"""(?P<key>[?&;\#][^=&\s]*(?:passw|secret|credential|key|token|sig|auth)[^=&\s]*=)
-    (?P<value>[^&\s,}\]\#]+)""",
+    r"""(?P<key>[?&;\#][^=&\s]*(?:passw|passphrase|secret|credential|key|token|sig|auth
+    |(?<![a-z])(?:pass|pwd|pw|jwt|sas)(?![a-z]))[^=&\s]*=)(?P<value>[^&\s\#]+)""",
     re.IGNORECASE | re.VERBOSE,
 )
-_LOGIN = re.compile(r"(?P<key>\w://)(?P<value>[^\s/@]+)(?=@)")
+# A password may hold an @, and clients take what stands before the last one.
+_LOGIN = re.compile(r"(?P<key>\w://)(?P<value>[^\s/?\#]+)(?=@)")
 
 
-def masked(recipe: str) -> str:
-    """The YAML of a recipe without what looks like a secret: values of keys with such a name, in
-    addresses too, and their logins. References to secrets (`env:`, `secret:`) stay.
+def masked(value: Any) -> Any:
+    """A recipe, or a part of it, as others may read it: without the values under names of secrets,
+    and without the logins and keys in addresses. References to secrets (`env:`, `secret:`) stay.
+
+    It takes the values, not the text: YAML writes one value in many ways.
     """
-    text = _LOGIN.sub(rf"\g<key>{MASK}", _SECRET.sub(rf"\g<key>'{MASK}'", recipe))
-    return _ADDRESS.sub(lambda found: _QUERY.sub(rf"\g<key>{MASK}", found[0]), text)
+    if isinstance(value, str):
+        text = _LOGIN.sub(rf"\g<key>{MASK}", value)
+        return _ADDRESS.sub(lambda found: _QUERY.sub(rf"\g<key>{MASK}", found[0]), text)
+    if isinstance(value, dict):
+        return {
+            masked(key): (_hidden if holds_secret(str(key)) else masked)(item)
+            for key, item in value.items()
+        }
+    return [masked(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _hidden(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _hidden(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_hidden(item) for item in value]
+    is_secret = value not in ("", None, False, True) and not str(value).startswith(REFERENCES)
+    return MASK if is_secret else value
 
 
 def keys_hidden(value: Any) -> Any:

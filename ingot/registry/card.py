@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from ingot.base.masking import masked
+from ingot.base.masking import MASK, masked
 from ingot.base.reports import EvaluationReport
 from ingot.config.models.lineage import started_from
 
@@ -202,7 +202,7 @@ def _method(facts: CardFacts) -> str:
         place[last] = _without_paths(last, value)
     said = "".join(f"- {verb}: {result}\n" for verb, result in facts.steps.items())
     return (
-        f"{said}\nWhat decided the numbers of the training:\n\n```yaml\n{masked(_yaml(tree))}```\n"
+        f"{said}\nWhat decided the numbers of the training:\n\n```yaml\n{_yaml(masked(tree))}```\n"
         if tree
         else said
     )
@@ -254,7 +254,7 @@ def shown_source(source: str) -> str:
     """A source as others may read it: of a path its last part, of an address no login or key."""
     source = source.removeprefix("file://")
     if "://" in source or re.match(r"[a-z][a-z0-9_]*:", source):
-        return masked(re.sub(r"(?<=://)[^/@]+@", "", source))
+        return str(masked(source)).replace(f"://{MASK}@", "://")
     return Path(source).name
 
 

@@ -11,8 +11,6 @@ from itertools import chain, takewhile
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from ingot.base.heartbeat import last_beat
 from ingot.base.masking import masked
 from ingot.base.reports import (
@@ -23,6 +21,7 @@ from ingot.base.reports import (
 )
 from ingot.base.runfolder import RunFolder
 from ingot.base.runlog import read_lines
+from ingot.config.documents import dump, value_of, with_numbers
 from ingot.config.models.lineage import earlier_model
 from ingot.report.formatting import median, moment
 from ingot.report.goodput import Goodput, goodput
@@ -50,7 +49,6 @@ CURVES = (
 RATE = "train/examples_per_s"
 RECENT_LINES = 50
 """Logged steps by which the time left is told."""
-_YAML = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 @dataclass(frozen=True)
@@ -266,6 +264,15 @@ class RunView:
         return f"done up to {self.records[-1].step}" if self.records else "nothing done yet"
 
 
+def _shown_recipe(path: Path) -> tuple[str, dict[str, Any]]:
+    """The recipe as others may read it, as text and as values."""
+    text = path.read_text(encoding="utf-8")
+    values = mapping(with_numbers(value_of(text)))
+    shown = masked(values)
+    # As it is written if nothing is hidden: writing it anew takes ten times as long as reading it.
+    return text if shown == values else dump(shown), shown
+
+
 def read_run(run: RunFolder, doing: str = "", metrics: MetricsFile | None = None) -> RunView:
     """Read `run`; any of its files may be missing or damaged.
 
@@ -276,12 +283,7 @@ def read_run(run: RunFolder, doing: str = "", metrics: MetricsFile | None = None
     read_or_note = Reading(run.root)
     metrics = MetricsFile(run.metrics) if metrics is None else metrics
 
-    recipe_text = masked(
-        read_or_note(run.recipe, lambda path: path.read_text(encoding="utf-8")) or ""
-    )
-    recipe = (
-        read_or_note(run.recipe, lambda path: mapping(yaml.load(recipe_text, Loader=_YAML))) or {}
-    )
+    recipe_text, recipe = read_or_note(run.recipe, _shown_recipe) or ("", {})
     read_or_note(run.metrics, lambda path: metrics.refresh())
     events = read_or_note(run.events, lambda path: list(read_lines(path))) or []
     records, earlier = read_records(run.steps)

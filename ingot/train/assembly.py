@@ -11,7 +11,7 @@ from typing import Any
 
 from ingot.base.heartbeat import HeartbeatWriter
 from ingot.base.markers import fingerprint
-from ingot.base.masking import keys_hidden, masked
+from ingot.base.masking import masked
 from ingot.base.progress import Progress, say
 from ingot.base.runfolder import RunFolder
 from ingot.base.runlog import (
@@ -26,7 +26,7 @@ from ingot.base.trackers import MLflow, Trackio
 from ingot.checkpoints.mirror import BucketMirror
 from ingot.checkpoints.saver import Saver
 from ingot.checkpoints.store import CommittedCheckpoint
-from ingot.config.load import dump_recipe
+from ingot.config.documents import dump
 from ingot.config.recipe import Recipe
 from ingot.data.batches.loader import BatchSource, Loader
 from ingot.models.parameters import is_sharded
@@ -367,7 +367,8 @@ def open_sinks(
     sinks: list[MetricSink] = [JsonLines(run.metrics, resume_step, owed)]
     if recipe.track.tensorboard:
         sinks.append(FailSafeSink("TensorBoard", lambda: TensorBoard(run.tensorboard, resume_step)))
-    knobs = {"recipe": masked(dump_recipe(recipe))}
+    values = masked(recipe.model_dump(mode="json"))
+    knobs = {"recipe": dump(values)}
     if (wandb := recipe.track.wandb) is not None:
         place = {"entity": wandb.entity, "tags": wandb.tags or None}
         sinks.append(
@@ -381,7 +382,6 @@ def open_sinks(
     resumed = Resumed(resume_step, tuple(owed))
     if (mlflow := recipe.track.mlflow) is not None:
         called = (mlflow.uri, mlflow.experiment, mlflow.name or recipe.name, run_id)
-        values = keys_hidden(recipe.model_dump(mode="json"))
         sinks.append(FailSafeSink("MLflow", lambda: MLflow(*called, values, mlflow.tags, resumed)))
     if (trackio := recipe.track.trackio) is not None:
         name, about = trackio.name or recipe.name, {"tags": trackio.tags, **knobs}

@@ -230,7 +230,7 @@ def test_the_card_tells_what_the_run_recorded(run: RunFolder) -> None:
 
 
 def test_the_card_has_no_secret_and_no_folder_of_this_machine(run: RunFolder) -> None:
-    reward = {"kind": "http", "url": "https://me:hunter2@rewards.org/score", "api_key": "sk-1234"}
+    reward = {"kind": "http", "url": "https://me:hunter2@rewards.org/score", "api_key": "a,sk-1234"}
     asked = {"kind": "http", "url": "https://rewards.org/score?n=2&api_key=sk-5678&v=1"}
     code = {"kind": "python", "function": "../me/secret/rew.py:score", "arguments": {"w": "./me/w"}}
     judge = {"kind": "model", "model": "../me/runs/rm"}
@@ -266,7 +266,7 @@ def test_the_card_has_no_secret_and_no_folder_of_this_machine(run: RunFolder) ->
     assert method["objective"]["rewards"][4] == text, "a pattern is no path"
     assert method["objective"]["teacher"] == "teacher"
     assert shown_source("file:///home/me/data.jsonl") == "data.jsonl"
-    signed = "https://me:pass@data.org/a.jsonl?part=1&X-Amz-Signature=5ecret"
+    signed = "https://me:p@ss@data.org/a.jsonl?part=1&X-Amz-Signature=5ecret"
     assert shown_source(signed) == "https://data.org/a.jsonl?part=1&X-Amz-Signature=(hidden)"
     assert method["model"] == {"source": "hf:org/base", "lora": {"adapter": "adapter", "rank": 8}}
     assert method["train"] == {"start_from": "earlier"}

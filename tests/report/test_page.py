@@ -544,7 +544,7 @@ def test_the_base_model_what_is_simple_and_every_item_stand_beside(run: RunFolde
 
 
 def test_secrets_that_stand_in_the_recipe_are_hidden(run: RunFolder) -> None:
-    secrets = ("hf_abc", "pass word", "line\\nline", "me:pw")
+    secrets = ("hf_abc", "pass word", "line\\nline", "me:pw", "the rest", "in a block")
     run.recipe.write_text(
         run.recipe.read_text()
         + """
@@ -556,6 +556,9 @@ launch:
     PRIVATE_KEY: "line\\nline"
     ADDRESS: https://me:pw@host/x
     OTHER_TOKEN: env:SEEN
+    DB_PASSWORD: hf_abc, the rest}
+    SIGNING_KEY: |
+      in a block
     eos_token: <|end|>
 """
     )

@@ -226,13 +226,12 @@ def test_no_training_is_faster_than_the_peak_of_its_machine(
     assert use == pytest.approx([2e6 / 3e6, 1.0, 0.5])
 
 
-def test_a_tracker_is_sent_no_key_of_an_address(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tracker_is_sent_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     signed = "https://data.org/a.jsonl?X-Amz-Signature=5ecret"
     recipe = small_recipe(
         tmp_path,
         data__train=[{"source": signed}],
+        launch__environment={"WANDB_API_KEY": "5ecret", "DB_PASSWORD": "a, 5ecret}"},
         track__wandb={"project": "p"},
         track__mlflow={"uri": str(tmp_path), "experiment": "e"},
         track__trackio={"project": "p"},
