@@ -7,12 +7,15 @@ import re
 from typing import Any
 
 import yaml
+from yaml.composer import ComposerError
 from yaml.constructor import ConstructorError, SafeConstructor
 from yaml.resolver import Resolver
 
 MERGE = "tag:yaml.org,2002:merge"
 """The tag of the key `<<`."""
 _DEEPEST = 1000
+MOST_REPEATED = 20_000
+"""Nodes that the aliases of a document may add to those that stand in it."""
 _HASH = "\ue000"
 """A letter of nobody's, for a `#` that begins no comment."""
 _Parser: Any = getattr(yaml, "CSafeLoader", None)
@@ -72,15 +75,42 @@ def compose(text: str) -> yaml.Node | None:
     parser, which a depth cannot crash; so is one with an error, for its messages.
 
     Raises:
-        yaml.YAMLError: it is not YAML.
-        RecursionError: it is nested too deeply.
+        yaml.YAMLError: it is not YAML, or a few lines whose aliases stand for millions.
+        RecursionError: it is nested too deeply, or an alias holds itself.
     """
+    node = _parsed(text)
+    if node is not None:
+        _count(node, {})
+    return node
+
+
+def _parsed(text: str) -> yaml.Node | None:
     brackets = text.count("[") + text.count("{")
     columns = max(map(len, text.splitlines()), default=0)
     if _Parser is not None and brackets + columns < _DEEPEST:
         with contextlib.suppress(yaml.YAMLError):
             return yaml.compose(text, Loader=_Parser)
     return yaml.compose(text, Loader=yaml.SafeLoader)
+
+
+def _count(node: yaml.Node, counts: dict[int, int]) -> int:
+    """The nodes that a node stands for with its aliases written out. What has been counted is in
+    `counts`, by identity: an alias is the node that it names. Raises ComposerError beyond
+    `MOST_REPEATED`.
+    """
+    if id(node) in counts:
+        return counts[id(node)]
+    whole = 1
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            whole += _count(key, counts) + _count(value, counts)
+    elif isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            whole += _count(item, counts)
+    counts[id(node)] = whole
+    if whole - len(counts) > MOST_REPEATED:
+        raise ComposerError(None, None, f"aliases that stand for {whole:,} values", node.start_mark)
+    return whole
 
 
 def value_of(text: str) -> Any:

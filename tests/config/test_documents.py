@@ -64,6 +64,16 @@ def test_a_depth_crashes_nothing(text: str) -> None:
         documents.compose(text)
 
 
+def test_aliases_stand_for_as_many_values_as_a_recipe_may_need() -> None:
+    shared = "knobs: &knobs [1, 2, 3, 4, 5]\n"
+    listed = shared + "all: [" + "*knobs, " * 3000 + "]"
+    assert documents.value_of(listed)["all"] == [[1, 2, 3, 4, 5]] * 3000
+    literal = "all: [" + "[1, 2, 3, 4, 5], " * 5000 + "]"
+    assert len(documents.value_of(literal)["all"]) == 5000, "what stands there is not counted"
+    with pytest.raises(yaml.YAMLError, match="aliases that stand for"):
+        documents.compose(shared + "all: [" + "*knobs, " * 5000 + "]")
+
+
 # What YAML 1.2 reads as a number is quoted, and only here.
 TEXTS = (st.text(max_size=12) | st.text("ab 10.:-#'\"[]{},&*!|>%@`?\\~\t\n", max_size=200)).filter(
     lambda text: not documents._EXPONENT.match(text)

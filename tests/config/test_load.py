@@ -214,6 +214,11 @@ def test_a_bad_recipe_gives_one_line_with_thing_value_place_and_what_to_do(
     assert said(tmp_path, f"{GOOD}{more}\n") == line
 
 
+ALIASES = "\n".join(
+    f"k{level}: &a{level} [{', '.join([f'*a{level - 1}' if level else 'x'] * 10)}]"
+    for level in range(9)
+)
+"""A billion values in half a kilobyte."""
 BAD_WHOLE = {
     "no data": ("name: a", "r.yaml: `data` is missing; add it (Documents in, rows of tokens out)"),
     "no sources": (
@@ -305,6 +310,10 @@ BAD_WHOLE = {
     "an alias that holds itself": (
         "a: &x {b: *x}",
         "r.yaml: nested too deeply, or an alias that holds itself; write it out flat",
+    ),
+    "aliases of aliases": (
+        ALIASES,
+        "r.yaml:5: not valid YAML (aliases that stand for 111,111 values); mend that line",
     ),
 }
 

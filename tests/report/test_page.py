@@ -569,6 +569,14 @@ launch:
         assert kept in page.text, kept
 
 
+def test_aliases_in_a_recipe_that_stand_for_billions_hang_nothing(run: RunFolder) -> None:
+    lines = [f"k{n}: &a{n} [{', '.join([f'*a{n - 1}' if n else 'x'] * 10)}]" for n in range(9)]
+    run.recipe.write_text("\n".join(lines))
+    view = read_run(run)
+    assert (view.recipe, view.recipe_text) == ({}, "")
+    assert [note for note in view.unread if "aliases that stand for 111,111 values" in note]
+
+
 def test_what_the_model_wrote_before_training_comes_before_what_it_wrote_after(
     run: RunFolder,
 ) -> None:
