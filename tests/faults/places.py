@@ -503,8 +503,8 @@ FAULTS = [
     ),
     Fault(
         "secrets-in-slurms-spool",
-        "ingot/launch/places/slurm.py",
-        "left_out.update(unasked)",
+        "ingot/launch/places/slurm_cluster.py",
+        "*unasked, ",
         "",
         "keys of the user's environment are stored by Slurm with the job",
         "tests/launch/places/test_slurm_script.py",
@@ -901,5 +901,16 @@ FAULTS = [
         "if True:",
         "a download that takes long loses all that came at its first broken connection",
         "tests/base/remote/test_bucket.py",
+    ),
+    Fault(
+        "keys-of-judges-in-slurms-spool",
+        "ingot/launch/places/slurm.py",
+        """run on Slurm: {'; '.join(reasons)}")
+        job = with_named_secrets(self.recipe, job)
+""",
+        """run on Slurm: {'; '.join(reasons)}")
+""",
+        "the keys that a recipe itself names are stored by Slurm with the job",
+        "tests/launch/places/test_slurm_script.py",
     ),
 ]

@@ -8,7 +8,8 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -91,6 +92,25 @@ def node_variables(recipe: Recipe, job: Job) -> dict[str, str]:
     }
     values = {**job.environment, **torchrun}
     return {name: value for name, value in sorted(values.items()) if name not in job.secrets}
+
+
+def with_named_secrets(recipe: Recipe, job: Job) -> Job:
+    """The job with the secrets that its recipe names itself, where they are set here: the keys of
+    servers that judge answers (`key_variable`), and references (`env:NAME`).
+    """
+    named = [name for name in _named_secrets(recipe.model_dump(mode="json")) if name in os.environ]
+    return replace(job, secrets=tuple(dict.fromkeys([*job.secrets, *named])))
+
+
+def _named_secrets(value: Any, name: str = "") -> Iterator[str]:
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _named_secrets(item, key)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _named_secrets(item, name)
+    elif isinstance(value, str) and (name == "key_variable" or value.startswith("env:")):
+        yield value.removeprefix("env:")
 
 
 def secret_values(job: Job) -> dict[str, str]:

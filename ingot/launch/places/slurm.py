@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import getpass
 import json
-import os
 import shlex
 import signal
 import time
@@ -20,7 +19,6 @@ import uuid
 from dataclasses import replace
 from pathlib import Path
 
-from ingot.base.environment import holds_secret
 from ingot.base.errors import Failed, IngotError, WrongInput
 from ingot.base.progress import duration, say
 from ingot.base.storage import write_atomic
@@ -38,6 +36,7 @@ from ingot.launch.places.node_commands import (
     secret_values,
     shared_disk_command,
     shared_disk_reasons,
+    with_named_secrets,
     working_folder,
     write_secrets,
 )
@@ -115,6 +114,7 @@ class SlurmLauncher(SignalsByNote):
 
     def render(self, job: Job) -> str:
         """See `Launcher`: the script for sbatch."""
+        job = with_named_secrets(self.recipe, job)
         logs = Path(working_folder(self.recipe), path_on_nodes(self.recipe.folder.logs))
         lines = [
             "#!/bin/bash",
@@ -232,6 +232,7 @@ class SlurmLauncher(SignalsByNote):
         """
         if reasons := self._reasons(job):
             raise WrongInput(f"{job.name} cannot run on Slurm: {'; '.join(reasons)}")
+        job = with_named_secrets(self.recipe, job)
         self._settle_submissions(job)
         if (running := self._already_running(job)) is not None:
             return running
@@ -284,24 +285,12 @@ class SlurmLauncher(SignalsByNote):
         )
 
     def _sbatch_environment(self, job: Job) -> dict[str, str]:
-        """The environment without secrets, since Slurm keeps exported variables in its spool
-        folders, and without variables that would override the script or the new job's own. A
-        variable named like a secret counts as one: ranks get it only through `launch.secrets`.
+        """The environment without variables that would override the script or the new job's own,
+        and without secrets.
         """
         own = {option.partition("=")[0] for option in self._sbatch_options(job, Path())}
         own.update(OWN_OPTIONS, MEMORY_OPTIONS if "mem" in own else ())
-        left_out = {*job.secrets, *map(slurm_cluster.environment_variable, own)}
-        unasked = sorted(
-            name for name in os.environ if holds_secret(name) and name not in job.secrets
-        )
-        if unasked:
-            say(
-                f"note: {', '.join(unasked)} stays here, since Slurm stores what a job is given; a"
-                f" job that needs it gets it by launch.secrets=[{unasked[0]}]"
-            )
-        left_out.update(unasked)
-        left_out.update(filter(slurm_cluster.is_of_this_job, os.environ))
-        return {name: value for name, value in os.environ.items() if name not in left_out}
+        return slurm_cluster.environment_of_job(own, job.secrets)
 
     def _settle_submissions(self, job: Job) -> None:
         """Resolve submissions of this verb whose answer was lost. Raises NoAnswer as long as the

@@ -9,11 +9,13 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from ingot.base.environment import holds_secret
 from ingot.base.errors import Failed, WrongInput, differing
-from ingot.base.progress import duration
+from ingot.base.masking import masked
+from ingot.base.progress import duration, say
 from ingot.config.sections.launch import Slurm
 from ingot.launch.job import JobState
 
@@ -148,6 +150,32 @@ def is_of_this_job(name: str) -> bool:
     of an interactive session. In a job submitted from there they would contradict its own.
     """
     return name.startswith(("SLURM_", "SRUN_")) and name not in CLUSTER_VARIABLES
+
+
+def environment_of_job(options: Collection[str], secrets: Collection[str]) -> dict[str, str]:
+    """This process's variables for sbatch, but for those that would override `options` of the
+    script. `secrets` stay here, since Slurm keeps exported variables in its spool folders, and so
+    does a variable named like one: ranks get it only through `launch.secrets`. A login or a key in
+    an address is told: a job may need it, as that of a proxy.
+    """
+    unasked = sorted(name for name in os.environ if holds_secret(name) and name not in secrets)
+    if unasked:
+        say(
+            f"note: {', '.join(unasked)} stays here, since Slurm stores what a job is given; a job"
+            f" that needs it gets it by launch.secrets=[{unasked[0]}]"
+        )
+    left_out = {*secrets, *unasked, *map(environment_variable, options)}
+    given = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in left_out and not is_of_this_job(name)
+    }
+    if stored := sorted(name for name, value in given.items() if masked(value) != value):
+        say(
+            f"note: {', '.join(stored)} has a login or a key in an address, which Slurm stores with"
+            f" the job; launch.secrets=[{stored[0]}] hands it on unseen"
+        )
+    return given
 
 
 def partitions() -> list[Partition]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 from collections.abc import Mapping
@@ -126,9 +127,18 @@ def test_secrets_are_in_neither_the_script_nor_the_environment_of_sbatch(
     monkeypatch.setenv("PLAIN", "shown")
     monkeypatch.setenv("WANDB_API_KEY", f"{SECRET}-unasked")
     monkeypatch.setenv("SBATCH_MEM_PER_CPU", "1")  # Slurm refuses it beside --mem
-    recipe = slurm_recipe(tmp_path)
+    monkeypatch.setenv("JUDGE", f"{SECRET}-of-a-judge")
+    monkeypatch.setenv("DOOR", f"{SECRET}-of-a-server")
+    monkeypatch.setenv("https_proxy", "http://me:word@proxy:3128")
+    judge = {"kind": "http", "url": "https://judge.org", "key_variable": "JUDGE"}
+    recipe = slurm_recipe(
+        tmp_path,
+        objective={"kind": "grpo", "group": 2, "rewards": [judge]},
+        serve__api_key="env:DOOR",
+    )
     job, launcher = job_of(recipe, secrets=("WORD",)), SlurmLauncher(recipe)
-    Path(job.rendezvous or "").mkdir(parents=True)
+    meet = Path(job.rendezvous or "")
+    meet.mkdir(parents=True)
     monkeypatch.setattr(launcher, "_reasons", lambda job: [])
     calls: list[tuple[tuple[str, ...], Mapping[str, str]]] = []
 
@@ -141,9 +151,13 @@ def test_secrets_are_in_neither_the_script_nor_the_environment_of_sbatch(
     ((command, environ),) = calls
     assert command[0] == "sbatch"
     assert environ["PLAIN"] == "shown"
-    assert not {"WORD", "WANDB_API_KEY", "SBATCH_MEM_PER_CPU"} & set(environ)
-    assert "note: WANDB_API_KEY stays here" in capsys.readouterr().err
+    assert not {"WORD", "WANDB_API_KEY", "SBATCH_MEM_PER_CPU", "JUDGE", "DOOR"} & set(environ)
+    told = capsys.readouterr().err
+    assert "note: WANDB_API_KEY stays here" in told
+    assert "note: https_proxy has a login or a key in an address" in told
     assert SECRET not in repr(environ) + Path(command[-2]).read_text()
+    handed_on = json.loads((meet / "secrets-0.json").read_bytes())
+    assert sorted(handed_on) == ["DOOR", "JUDGE", "WORD"]
 
 
 def test_a_job_submitted_from_within_another_inherits_nothing_of_it_but_the_cluster(
