@@ -1540,4 +1540,12 @@ FAULTS = [
         "a few bytes of bzip2 that stand for gigabytes take all memory, whatever a document may be",
         "tests/data/sources/test_readers.py",
     ),
+    Fault(
+        "a-chat-that-divides-by-zero-ends-all",
+        "ingot/tokenizers/chats/render.py",
+        "    *(ArithmeticError, RecursionError),\n",
+        "",
+        "one chat for which the template divides by zero ends all of prepare, rather than be counted",
+        "tests/tokenizers/chats/test_render.py",
+    ),
 ]

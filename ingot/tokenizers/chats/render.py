@@ -202,6 +202,13 @@ def render_marked(
     )
 
 
+_REFUSALS = (
+    *(jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError),
+    *(ArithmeticError, RecursionError),
+)
+"""What a template raises for messages that it does not know; it may divide by a number of them."""
+
+
 def rendered(
     compile: Callable[[], jinja2.Template],
     messages: Messages,
@@ -221,7 +228,7 @@ def rendered(
                 "add_generation_prompt": generation_prompt,
             }
         )
-    except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+    except _REFUSALS as error:
         raise WrongInput(
             f"the chat template refuses these {len(messages)} messages ({error}); give roles and"
             " contents that it knows"

@@ -107,6 +107,9 @@ def test_what_templates_may_use() -> None:
         ("{% if %}", "Expected an expression"),
         ("{{ messages[0].content.__class__.__mro__ }}", "unsafe"),
         ("{{ messages[0].content + 1 }}", "concatenate"),
+        ("{{ 1 // (messages | length - 3) }}", "by zero"),
+        ("{{ 2.0 ** 5000 }}", "out of range"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
     ],
 )
 def test_a_template_that_refuses(template: str, reason: str) -> None:
