@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -17,11 +18,20 @@ PLAIN_EVERY_S = 5.0
 BAR_WIDTH = 20
 READER_GONE = (errno.EPIPE, errno.ECONNRESET, errno.EIO)
 """Of a pipe or connection, of a connection that was cut, and of a terminal."""
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
+"""All but tabs and line feeds; those that turn the direction of writing too."""
+
+
+def visible(text: str) -> str:
+    """A text of others, such as a name of a file, with its control characters as Python writes
+    them: a terminal would obey them, and hide what stands there.
+    """
+    return CONTROL.sub(lambda found: repr(found[0])[1:-1], text)
 
 
 def say(message: str) -> None:
     """Print a line for the user on stderr; stdout is reserved for results."""
-    print(message, file=sys.stderr, flush=True)
+    print(visible(message), file=sys.stderr, flush=True)
 
 
 def open_closed_streams() -> None:

@@ -23,6 +23,7 @@ from ingot.base.errors import (
     one_line,
 )
 from ingot.base.interruptible import ImportsFirst
+from ingot.base.progress import say
 
 # Being stopped by a user or a scheduler is not an error.
 STOPPED = (EXIT_STOPPED, 128 + signal.SIGHUP, 128 + signal.SIGINT, 128 + signal.SIGTERM)
@@ -143,7 +144,7 @@ def _tell(line: str, code: int, *, debug: bool) -> int:
     if debug:
         traceback.print_exc()
     rank = os.environ.get("RANK", "0")
-    print(line if rank == "0" else f"rank {rank}: {line}", file=sys.stderr, flush=True)
+    say(line if rank == "0" else f"rank {rank}: {line}")
     return code
 
 

@@ -176,3 +176,9 @@ def test_a_stream_in_memory_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr(sys, name, stream)
     outlive_reader()
     assert (sys.stderr, sys.stdout) == (stream, stream)
+
+
+def test_a_message_shows_what_a_terminal_would_obey(capsys: pytest.CaptureFixture[str]) -> None:
+    say("skipped a\x1b]0;title\x07b\r\x9b2J\u202ec.jsonl:\n\tline 2, 金 🔥")
+    told = capsys.readouterr().err
+    assert told == "skipped a\\x1b]0;title\\x07b\\r\\x9b2J\\u202ec.jsonl:\n\tline 2, 金 🔥\n"

@@ -1080,4 +1080,20 @@ FAULTS = [
         "a few lines of aliases in a recipe hang every verb, and the page of all runs for all",
         "tests/config/test_documents.py",
     ),
+    Fault(
+        "names-that-a-terminal-obeys",
+        "ingot/base/progress.py",
+        "print(visible(message), file=sys.stderr, flush=True)",
+        "print(message, file=sys.stderr, flush=True)",
+        "the name of a file of data rewrites what stands on the terminal",
+        "tests/base/test_progress.py",
+    ),
+    Fault(
+        "records-that-a-terminal-obeys",
+        "ingot/base/console.py",
+        "yield segment if segment.control else segment._replace(text=visible(segment.text))",
+        "yield segment",
+        "a record of a run that somebody sent rewrites what `ingot show` says of it",
+        "tests/base/test_console.py",
+    ),
 ]

@@ -4,7 +4,6 @@ them.
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ingot.base.errors import WrongInput
+from ingot.base.progress import visible
 from ingot.data.columns.manifest import VERDICTS
 from ingot.data.documents.preferences import SIDES, Preference
 from ingot.data.documents.rated import Rated
@@ -27,7 +27,6 @@ from ingot.tokenizers.chats.encode import encode_trained, end_of_turn
 from ingot.tokenizers.tokenizer import Tokenizer
 
 BEGIN, END = "⟦", "⟧"
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 Ids = npt.NDArray[np.int32]
 Mask = npt.NDArray[np.uint8]
 Places = npt.NDArray[np.int64]
@@ -235,13 +234,6 @@ def in_words(tokenizer: Tokenizer, example: AuditedExample, *, plain: bool) -> T
             text.append(visible(tokenizer.decode(list(tokens), skip_special=False)), style)
         text.append(END if plain and trained else "")
     return text
-
-
-def visible(text: str) -> str:
-    """A text of the data with its control characters as Python writes them: a terminal would obey
-    them, and hide what is trained.
-    """
-    return CONTROL.sub(lambda found: repr(found[0])[1:-1], text)
 
 
 def legend(out: Console) -> None:

@@ -15,7 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ingot.base.errors import WrongInput
-from ingot.cli.views.audit import AuditedExample, in_words, legend, visible, with_what
+from ingot.base.progress import visible
+from ingot.cli.views.audit import AuditedExample, in_words, legend, with_what
 from ingot.config.recipe import Recipe
 from ingot.config.spans import LEAST_TOKENS
 from ingot.data.batches.masking import Masking
