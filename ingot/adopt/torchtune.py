@@ -22,6 +22,8 @@ from ingot.adopt.torchtune_keys import (
 
 ATTENTION = {"output_proj": "o_proj"}
 """What torchtune calls a layer of attention -> its usual name."""
+TORCH_LR = 1e-3
+"""The learning rate of torch's optimizers where none is given."""
 
 
 def _build(sheet: GivenKeys, draft: Draft) -> None:
@@ -193,6 +195,12 @@ def _optimizer(sheet: GivenKeys, draft: Draft) -> None:
             f"{kind} is not offered; AdamW with the same learning rate stands for it, whose best"
             " one may differ",
         )
+    if sheet.has("optimizer.lr"):
+        draft.put_from(sheet, "optimizer.lr", "train.optimizer.lr")
+    elif sheet.has("optimizer._component_"):
+        draft.put("train.optimizer.lr", TORCH_LR, "optimizer.lr, torch's own unless given")
+    else:
+        draft.put("train.optimizer.lr", 2e-5, "optimizer.lr, its default there")
     betas = (
         sheet.given["optimizer.betas"].value if sheet.has("optimizer.betas") else ("0.9", "0.999")
     )

@@ -176,7 +176,7 @@ TRAINING = (
     KeyRow("epochs", read=whole, default="2"),
     KeyRow("max_steps_per_epoch", read=whole),
     KeyRow("optimizer._component_", default="torch.optim.AdamW"),
-    KeyRow("optimizer.lr", "train.optimizer.lr", number, default="2e-5"),
+    KeyRow("optimizer.lr", read=number),
     KeyRow(
         "optimizer.weight_decay",
         "train.optimizer.weight_decay",

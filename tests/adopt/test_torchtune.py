@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 
 import pytest
+import torch
 
 from ingot.base.errors import WrongInput
+from ingot.config.sections.training import AdamW
 from tests.adopt.stand_ins import CLOUD, PIPELINE, TORCHTUNE, recipe_of
 
 
@@ -145,6 +148,15 @@ def test_a_schedule_clipping_and_betas_are_carried_where_there_are_some(tmp_path
     ) == ("cosine", 30, 0.0, 0.5)
     assert train.optimizer.kind == "adamw"
     assert train.optimizer.betas == (0.8, 0.9)
+
+
+def test_an_optimizer_without_a_learning_rate_has_that_of_torch(tmp_path: Path) -> None:
+    usual = inspect.signature(torch.optim.AdamW).parameters
+    text = TORCHTUNE.replace("lr: 3e-5, ", "")
+    optimizer = recipe_of(tmp_path, spruce_yaml=text)[0].train.optimizer
+    assert isinstance(optimizer, AdamW)
+    for knob in ("lr", "betas", "eps", "weight_decay"):
+        assert getattr(optimizer, knob) == usual[knob].default
 
 
 def test_a_model_that_contradicts_its_builder_is_told(tmp_path: Path) -> None:

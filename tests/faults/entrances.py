@@ -1096,4 +1096,12 @@ FAULTS = [
         "a record of a run that somebody sent rewrites what `ingot show` says of it",
         "tests/base/test_console.py",
     ),
+    Fault(
+        "adopted-rate-of-another-file",
+        "ingot/adopt/torchtune.py",
+        '    elif sheet.has("optimizer._component_"):\n',
+        "    elif False:\n",
+        "an optimizer of torchtune without a learning rate is adopted with a fiftieth of torch's",
+        "tests/adopt/test_torchtune.py",
+    ),
 ]
