@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from ingot.adopt.grpo import begin_grpo, grpo_rows
@@ -49,6 +50,8 @@ OF_OTHERS = (
     "center_rewards_coefficient",
 )
 OF_RLOO = ("normalize_advantages", "reward_clip_range")
+RLOO = {"num_generations": "2", "beta": "0.05"}
+"""What TRL's RLOO has unless given, where its GRPO has something else."""
 OF_GRPO_ALONE = ("loss_type", "scale_rewards")
 OF_PPO = ("num_ppo_epochs", "vf_coef", "cliprange_value", "value_model_path")
 ROWS = rows(
@@ -208,6 +211,7 @@ def _rloo(sheet: GivenKeys, draft: Draft) -> None:
     if sheet.has(*OF_RLOO):
         name = sheet.name(next(filter(sheet.has, OF_RLOO)))
         draft.note("changed", name, "RLOO is not offered; GRPO with the same rewards stands for it")
+        sheet.rows |= {key: replace(sheet.rows[key], default=usual) for key, usual in RLOO.items()}
     elif not sheet.has(*OF_GRPO_ALONE):
         draft.note(
             "fill",

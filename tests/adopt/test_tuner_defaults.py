@@ -30,6 +30,7 @@ COMMANDS: dict[str, dict[str, Any]] = {
     "kto": {"loss_type": "kto"},
     "reward": {"center_rewards_coefficient": 0.01},
     "grpo": {"reward_funcs": ["judge.right"]},
+    "rloo": {"reward_funcs": ["judge.right"], "normalize_advantages": True},
 }
 
 

@@ -106,6 +106,8 @@ def test_rloo_is_not_taken_for_grpo_in_silence(tmp_path: Path, given: str, says:
     assert recipe.objective.kind == "grpo"
     assert says in notes
     assert bool(says) == ("rloo" in notes.lower())
+    found = recipe.objective.model_dump()
+    assert (found["group"], found["kl"]) == ((2, 0.05) if "not offered" in says else (8, 0.0))
 
 
 @pytest.mark.parametrize("loss", ["nll", "chunked_nll", "dft"])

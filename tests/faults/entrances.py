@@ -1104,4 +1104,12 @@ FAULTS = [
         "an optimizer of torchtune without a learning rate is adopted with a fiftieth of torch's",
         "tests/adopt/test_torchtune.py",
     ),
+    Fault(
+        "adopted-group-of-another-loss",
+        "ingot/adopt/trl.py",
+        "        sheet.rows |= {key",
+        "        _ = {key",
+        "answers of RLOO are adopted in groups of GRPO's size, and without its KL",
+        "tests/adopt/test_tuner_losses.py",
+    ),
 ]
