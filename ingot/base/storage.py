@@ -21,7 +21,7 @@ from typing import IO, Any, cast
 from ingot.base.errors import Failed, WrongInput
 from ingot.base.listing import files_below, is_there, names_like
 from ingot.base.processes import is_alive
-from ingot.base.remote.streams import WholeFile, by_proxy, version_of, web_client
+from ingot.base.remote.streams import WholeFile, bucket_request, version_of, web_client
 
 CHUNK_BYTES = 1 << 20
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP)
@@ -49,7 +49,7 @@ def _remote() -> Any:
     import fsspec
 
     os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
-    session = {"middlewares": (by_proxy,)}
+    session = {"request_class": bucket_request}
     fsspec.config.conf.setdefault("gs", {}).setdefault("session_kwargs", session)
     fsspec.config.conf.setdefault("http", {}).setdefault("get_client", web_client)
     return fsspec

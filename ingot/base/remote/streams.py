@@ -34,27 +34,32 @@ async def web_client(**options: Any) -> Any:
     import aiohttp
 
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=SILENCE_S, sock_read=SILENCE_S)
-    usual = {"trust_env": True, "timeout": timeout, "middlewares": (_without_proxy_here,)}
+    usual = {"trust_env": True, "timeout": timeout, "request_class": _request}
     return aiohttp.ClientSession(**{**usual, **options})
 
 
-async def _without_proxy_here(request: Any, send: Callable[[Any], Any]) -> Any:
-    """No proxy can reach a server of this machine."""
-    if is_loopback(request.url.host or ""):
-        request.proxy = None
-    return await send(request)
-
-
-async def by_proxy(request: Any, send: Callable[[Any], Any]) -> Any:
-    """Ask for a file in a bucket by the proxy that $HTTPS_PROXY names. The client would do so with
-    `trust_env`, and then read ~/.netrc, too: a login for all hosts there and the token of a bucket
-    in one request are an error to it.
+def bucket_request(method: str, url: Any, **about: Any) -> Any:
+    """A request for what is in a bucket, by the proxy that $HTTPS_PROXY names. The client would ask
+    it with `trust_env`, and then read ~/.netrc, too: a login for all hosts there and the token of a
+    bucket in one request are an error to it.
     """
     from aiohttp.helpers import get_env_proxy_for_url
 
     with contextlib.suppress(LookupError):
-        request.proxy, request.proxy_auth = get_env_proxy_for_url(request.url)
-    return await _without_proxy_here(request, send)
+        about["proxy"], about["proxy_auth"] = get_env_proxy_for_url(url)
+    return _request(method, url, **about)
+
+
+def _request(method: str, url: Any, *, proxy: Any = None, **about: Any) -> Any:
+    """A request to any server but one of this machine goes by the proxy that it is given.
+
+    In place of aiohttp's own class: before 3.12, which other packages may ask for, a session takes
+    no middlewares.
+    """
+    import aiohttp
+
+    proxy = None if is_loopback(url.host or "") else proxy
+    return aiohttp.ClientRequest(method, url, proxy=proxy, **about)
 
 
 def version_of(filesystem: Any, name: str) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from tests.lazy import lazy, require
 from tests.loopback import Loopback
 
 require("aiohttp", reason="aiohttp is not installed")
-fsspec = lazy("fsspec")
+aiohttp, fsspec = lazy("aiohttp"), lazy("fsspec")
 
 DATA = bytes(range(256)) * 40
 BLOCK = 1000
@@ -177,3 +177,16 @@ def test_no_proxy_is_asked_for_a_server_of_this_machine(
         assert stream.read() == DATA
     assert (web.asked, proxy.asked) == (["/a"], [])
     proxy.server_close()
+
+
+def test_a_client_before_middlewares_will_do(web: Web, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = aiohttp.ClientSession.__init__
+
+    def before(self: Any, *args: Any, **options: Any) -> None:
+        """As of aiohttp 3.11."""
+        assert "middlewares" not in options
+        session(self, *args, **options)
+
+    monkeypatch.setattr(aiohttp.ClientSession, "__init__", before)
+    filesystem = fsspec.filesystem("http", get_client=web_client, skip_instance_cache=True)
+    assert filesystem.cat_file(f"{web.address}/a") == DATA
