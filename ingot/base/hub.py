@@ -10,8 +10,16 @@ from pathlib import Path
 
 from ingot.base.errors import Failed, IngotError, WrongInput
 
-MODEL_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
-TOKENIZER_FILES = ("tokenizer.json", "*.model")
+WEIGHTS = "*.safetensors"
+MODEL_FILES = ["*.json", WEIGHTS, "*.model", "*.txt", "*.jinja"]
+BESIDE_WEIGHTS = [pattern for pattern in MODEL_FILES if pattern != WEIGHTS]
+TOKENIZERS = (
+    ("tokenizer.json",),
+    ("tokenizer.model",),
+    ("spiece.model",),
+    ("vocab.json", "merges.txt"),
+)
+"""What files a tokenizer can be read from: of a folder that has several, the first."""
 ASK_S = 5.0
 """Timeout for small requests to the hub that are made before work begins."""
 
@@ -25,13 +33,10 @@ def fetch_model(name: str, revision: str | None = None, *, tokenizer_only: bool 
     """
     from huggingface_hub import HfApi, snapshot_download
 
-    patterns = [
-        pattern for pattern in MODEL_FILES if not (tokenizer_only and pattern == "*.safetensors")
-    ]
+    patterns = BESIDE_WEIGHTS if tokenizer_only else MODEL_FILES
     with _hub_errors(name, revision):
         folder = Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
-        needed = TOKENIZER_FILES if tokenizer_only else ("*.safetensors",)
-        if not any(any(folder.glob(pattern)) for pattern in needed):
+        if not (_has_tokenizer(folder) if tokenizer_only else any(folder.glob(WEIGHTS))):
             # Of a hub that does not answer the client gives what another command fetched, such as
             # the configuration alone: that the model lacks the rest is only known of one that does.
             HfApi().model_info(name, revision=revision, timeout=ASK_S)
@@ -63,23 +68,30 @@ def fetch_config(name: str, revision: str | None = None, *, adapters: bool = Fal
 
 def ask_tokenizer(name: str, revision: str | None = None) -> Path:
     """A folder with the tokenizer of the hub model `ORG/NAME`. The hub is asked once whether it is
-    reachable; if it is not, a complete tokenizer in the cache is used.
+    reachable; if it is not, one in the cache is used.
 
     Raises:
         WrongInput, Failed: as `fetch_model`.
     """
-    from huggingface_hub import HfApi, try_to_load_from_cache
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
-    files = ("tokenizer.json", "tokenizer_config.json")
-    known = [try_to_load_from_cache(name, file, revision=revision) for file in files]
     try:
         with _hub_errors(name, revision):
             HfApi().model_info(name, revision=revision, timeout=ASK_S)
     except Failed:
-        if isinstance(known[0], str) and isinstance(known[1], str):
-            return Path(known[0]).parent
+        with contextlib.suppress(LocalEntryNotFoundError):
+            cached = snapshot_download(
+                name, revision=revision, allow_patterns=BESIDE_WEIGHTS, local_files_only=True
+            )
+            if _has_tokenizer(Path(cached)):
+                return Path(cached)
         raise
     return fetch_model(name, revision, tokenizer_only=True)
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return any(all((folder / name).is_file() for name in names) for names in TOKENIZERS)
 
 
 @contextlib.contextmanager

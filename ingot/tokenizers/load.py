@@ -9,7 +9,7 @@ from typing import Any
 
 from ingot.base.errors import WrongInput, some_of
 from ingot.base.exact_json import read_object
-from ingot.base.hub import ask_tokenizer, fetch_model
+from ingot.base.hub import TOKENIZERS, ask_tokenizer, fetch_model
 from ingot.base.markers import problems, read_marker
 from ingot.base.runfolder import RunFolder, model_folder
 from ingot.config.models.content import check_files
@@ -129,9 +129,7 @@ def _authoritative_file(folder: Path, config: Mapping[str, Any]) -> str:
     marked = config.get(REFERENCE_KEY)
     names = [
         *([marked] if isinstance(marked, str) and Path(marked).name == marked else []),
-        JSON,
-        *MODEL_FILES,
-        "vocab.json",
+        *(files[0] for files in TOKENIZERS),
     ]
     name = next((name for name in names if (folder / name).is_file()), None)
     if name is None:
