@@ -16,12 +16,20 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path, PurePosixPath
-from typing import IO, Any, cast
+from typing import IO, Any
 
 from ingot.base.errors import Failed, WrongInput
 from ingot.base.listing import files_below, is_there, names_like
 from ingot.base.processes import is_alive
-from ingot.base.remote.streams import WholeFile, bucket_request, version_of, web_client
+from ingot.base.remote.streams import WholeFile, version_of
+from ingot.base.remote.web import (
+    bucket_request,
+    exists,
+    files_at,
+    is_web,
+    named_like,
+    web_client,
+)
 
 CHUNK_BYTES = 1 << 20
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP)
@@ -70,6 +78,8 @@ def is_file(path: str | os.PathLike[str]) -> bool:
     if not is_remote(path):
         return Path(path).is_file()
     filesystem, root = _remote().core.url_to_fs(os.fspath(path))
+    if is_web(filesystem):
+        return exists(filesystem, root)
     return bool(filesystem.isfile(root))
 
 
@@ -130,17 +140,16 @@ def _literal_start(pattern: str, exists: Callable[[str], bool]) -> str:
 
 
 def _remote_files(filesystem: Any, root: str) -> Iterable[str]:
-    if not glob.has_magic(root) or filesystem.exists(root):
-        return cast("list[str]", filesystem.find(root))
+    there = functools.partial(exists, filesystem)
+    if not glob.has_magic(root) or there(root):
+        return files_at(filesystem, root)
     files: set[str] = set()
     walked: tuple[str, ...] = ()
-    for name, about in sorted(
-        filesystem.glob(_literal_start(root, filesystem.exists), detail=True).items()
-    ):
+    for name, about in sorted(named_like(filesystem, _literal_start(root, there)).items()):
         if about["type"] != "directory":
             files.add(name)
         elif not name.startswith(walked):  # each walk is a request
-            files.update(filesystem.find(name))
+            files.update(files_at(filesystem, name))
             walked = (f"{name.rstrip('/')}/",)
     return files
 

@@ -901,7 +901,7 @@ FAULTS = [
     Fault(
         "folder-of-a-bucket-is-a-text",
         "ingot/base/storage.py",
-        "files.update(filesystem.find(name))",
+        "files.update(files_at(filesystem, name))",
         "files.add(name)",
         "a glob in a bucket takes folders for empty texts and leaves out what is in them",
         "tests/base/test_storage.py",
@@ -1547,5 +1547,29 @@ FAULTS = [
         "",
         "one chat for which the template divides by zero ends all of prepare, rather than be counted",
         "tests/tokenizers/chats/test_render.py",
+    ),
+    Fault(
+        "saved-set-on-a-busy-server",
+        "ingot/base/storage.py",
+        "if is_web(filesystem):",
+        "if False:",
+        "of a saved data set behind a server that is busy for a moment all splits are trained on",
+        "tests/base/remote/test_web.py",
+    ),
+    Fault(
+        "folder-of-the-web-left-out",
+        "ingot/base/remote/web.py",
+        "    except FileNotFoundError:\n        return\n",
+        "    except (FileNotFoundError, Failed):\n        return\n",
+        "of the folders behind an address one that breaks off is left out in silence",
+        "tests/base/remote/test_web.py",
+    ),
+    Fault(
+        "pages-of-folders-as-texts",
+        "ingot/base/remote/web.py",
+        "if not _is_page(link):",
+        'if not link.endswith("/"):',
+        "the pages by which a web server lists a folder in several orders are trained on as texts",
+        "tests/base/remote/test_web.py",
     ),
 ]

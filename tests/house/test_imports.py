@@ -98,7 +98,7 @@ LAZY_OWNERS = {
     "trackio": {"ingot.base.trackers"},
     "psutil": {"ingot.base.processes"},
     "fsspec": {"ingot.base.storage"},
-    "aiohttp": {"ingot.base.remote.streams"},
+    "aiohttp": {"ingot.base.remote.web"},
     "rich": {"ingot.base.progress"},
     # torch's distributed packages take one to three seconds to import.
     "torch": {

@@ -4,67 +4,21 @@ tells that it became another one. Knows no storage by name but the web, whose se
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import io
-import time
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
-from ingot.base.errors import Failed, WrongInput, one_line
-from ingot.base.server import is_loopback
+from ingot.base.errors import Failed, IngotError, WrongInput, one_line
+from ingot.base.remote.web import is_web, patiently
 
-PAUSES_S = (1.0, 2.0, 4.0)
-"""Before each further try at a web server that is busy or broke off; clients of buckets try again
-by themselves.
-"""
-SILENCE_S = 60.0
-"""For how long a web server may send nothing. The client by itself limits the whole answer."""
 TAGS = ("etag", "ETag", "generation", "Last-Modified", "LastModified", "mtime")
 """What storages call the version of a file, the surest first."""
 CHUNK_BYTES = 1 << 20
 
-T = TypeVar("T")
-
-
-async def web_client(**options: Any) -> Any:
-    """The client of web servers: it asks the proxy that $HTTP_PROXY names, and a file may take as
-    long as it comes.
-    """
-    import aiohttp
-
-    timeout = aiohttp.ClientTimeout(total=None, sock_connect=SILENCE_S, sock_read=SILENCE_S)
-    usual = {"trust_env": True, "timeout": timeout, "request_class": _request}
-    return aiohttp.ClientSession(**{**usual, **options})
-
-
-def bucket_request(method: str, url: Any, **about: Any) -> Any:
-    """A request for what is in a bucket, by the proxy that $HTTPS_PROXY names. The client would ask
-    it with `trust_env`, and then read ~/.netrc, too: a login for all hosts there and the token of a
-    bucket in one request are an error to it.
-    """
-    from aiohttp.helpers import get_env_proxy_for_url
-
-    with contextlib.suppress(LookupError):
-        about["proxy"], about["proxy_auth"] = get_env_proxy_for_url(url)
-    return _request(method, url, **about)
-
-
-def _request(method: str, url: Any, *, proxy: Any = None, **about: Any) -> Any:
-    """A request to any server but one of this machine goes by the proxy that it is given.
-
-    In place of aiohttp's own class: before 3.12, which other packages may ask for, a session takes
-    no middlewares.
-    """
-    import aiohttp
-
-    proxy = None if is_loopback(url.host or "") else proxy
-    return aiohttp.ClientRequest(method, url, proxy=proxy, **about)
-
 
 def version_of(filesystem: Any, name: str) -> dict[str, Any]:
     """The size of a file, 0 where nobody tells it, and its version, empty where it has none."""
-    about = _patiently(filesystem, lambda: filesystem.info(name))
+    about = patiently(filesystem, name, lambda: filesystem.info(name))
     tag = next((about[key] for key in TAGS if about.get(key)), "")
     return {"bytes": about["size"] or 0, "tag": str(tag)}
 
@@ -88,15 +42,15 @@ class WholeFile(io.RawIOBase):
         self._source = self._open()
         size = getattr(self._source, "size", None)
         # Of what a web server sends in one answer the object does not know the size.
-        self._streamed, self._exact = size is None and _is_web(filesystem), size is not None
+        self._streamed, self._exact = size is None and is_web(filesystem), size is not None
         self._bytes: int = size or version_of(filesystem, name)["bytes"]
 
     def _open(self, **options: Any) -> Any:
-        if _is_web(self._filesystem):
+        if is_web(self._filesystem):
             # Its usual cache would fill up what a server sends too little of, at the wrong place.
             options["cache_type"] = "readahead"
         opened = functools.partial(self._filesystem.open, self._name, "rb", **options)
-        return _patiently(self._filesystem, opened)
+        return patiently(self._filesystem, self._name, opened)
 
     def readable(self) -> bool:
         return True
@@ -124,6 +78,8 @@ class WholeFile(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         try:
             data = self._read(len(buffer))
+        except IngotError:
+            raise
         except Exception as error:  # the client passes on whatever its transport raises
             raise broke_off(self._path, error) from error
         self._at += len(data)
@@ -134,10 +90,11 @@ class WholeFile(io.RawIOBase):
         return len(data)
 
     def _read(self, size: int) -> bytes:
-        if not _is_web(self._filesystem) or self._streamed:
+        if not is_web(self._filesystem) or self._streamed:
             return cast("bytes", self._source.read(size))
         try:
-            return cast("bytes", _patiently(self._filesystem, lambda: self._source.read(size)))
+            asked = patiently(self._filesystem, self._name, lambda: self._source.read(size))
+            return cast("bytes", asked)
         except ValueError:
             self._stream()
             return self._read(size)
@@ -150,30 +107,3 @@ class WholeFile(io.RawIOBase):
         left = self._at
         while left and (passed := self._source.read(min(left, CHUNK_BYTES))):
             left -= len(passed)
-
-
-def _is_web(filesystem: Any) -> bool:
-    return "http" in filesystem.protocol
-
-
-def _patiently(filesystem: Any, act: Callable[[], T]) -> T:
-    for pause in PAUSES_S if _is_web(filesystem) else ():
-        try:
-            return act()
-        except Exception as error:  # the client passes on whatever its transport raises
-            if not _may_pass(error.__cause__ or error):
-                raise
-        time.sleep(pause)
-    return act()
-
-
-def _may_pass(error: BaseException) -> bool:
-    """Whether a web server is busy, or broke off. One that is not reached at all is told at once:
-    its address may be wrong.
-    """
-    import aiohttp
-
-    if isinstance(error, aiohttp.ClientResponseError):
-        return error.status == 429 or error.status >= 500
-    broke_off = (aiohttp.ServerConnectionError, aiohttp.ClientPayloadError, TimeoutError)
-    return isinstance(error, broke_off)

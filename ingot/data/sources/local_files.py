@@ -114,6 +114,8 @@ def _why_absent(url: str) -> str:
     """
     try:
         stamp(url)
+    except IngotError:
+        raise
     except OSError as error:
         return f" ({error.__cause__})" if error.__cause__ else ""
     except Exception as error:  # each client has errors of its own

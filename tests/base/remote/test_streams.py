@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from ingot.base.errors import Failed, WrongInput
-from ingot.base.remote import streams
-from ingot.base.remote.streams import WholeFile, version_of, web_client
+from ingot.base.remote.streams import WholeFile, version_of
+from ingot.base.remote.web import web_client
 from ingot.base.storage import open_read, stamp
 from tests.lazy import lazy, require
 from tests.loopback import Loopback
 
 require("aiohttp", reason="aiohttp is not installed")
-aiohttp, fsspec = lazy("aiohttp"), lazy("fsspec")
+fsspec = lazy("fsspec")
 
 DATA = bytes(range(256)) * 40
 BLOCK = 1000
@@ -71,7 +71,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def web(monkeypatch: pytest.MonkeyPatch) -> Iterator[Web]:
-    monkeypatch.setattr(streams, "PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr("ingot.base.remote.web.PAUSES_S", (0.0, 0.0))
     server = Web()
     yield server
     server.server_close()
@@ -156,37 +156,3 @@ def test_an_object_of_a_bucket_keeps_the_stamp_that_it_had() -> None:
             return {"size": 3, "etag": "v1", "generation": "7", "mtime": "today"}
 
     assert version_of(Bucket(), "a") == {"bytes": 3, "tag": "v1"}
-
-
-def test_the_proxy_of_the_network_is_asked(web: Web, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("http_proxy", web.address)
-    monkeypatch.setenv("no_proxy", "")
-    with open_read("http://data.example.test/a") as stream:
-        assert stream.read() == DATA
-    assert web.asked == ["http://data.example.test/a"]
-
-
-@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
-def test_no_proxy_is_asked_for_a_server_of_this_machine(
-    web: Web, monkeypatch: pytest.MonkeyPatch, host: str
-) -> None:
-    proxy = Web()
-    monkeypatch.setenv("http_proxy", proxy.address)
-    monkeypatch.setenv("no_proxy", "")
-    with open_read(f"{web.address.replace('127.0.0.1', host)}/a") as stream:
-        assert stream.read() == DATA
-    assert (web.asked, proxy.asked) == (["/a"], [])
-    proxy.server_close()
-
-
-def test_a_client_before_middlewares_will_do(web: Web, monkeypatch: pytest.MonkeyPatch) -> None:
-    session = aiohttp.ClientSession.__init__
-
-    def before(self: Any, *args: Any, **options: Any) -> None:
-        """As of aiohttp 3.11."""
-        assert "middlewares" not in options
-        session(self, *args, **options)
-
-    monkeypatch.setattr(aiohttp.ClientSession, "__init__", before)
-    filesystem = fsspec.filesystem("http", get_client=web_client, skip_instance_cache=True)
-    assert filesystem.cat_file(f"{web.address}/a") == DATA

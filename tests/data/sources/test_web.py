@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler
 from io import BytesIO
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from ingot.base.errors import Failed
+from ingot.base.errors import Failed, WrongInput
+from ingot.config.sections.data import SourceSettings
 from ingot.data.ingest import ingest
+from ingot.data.sources.find import find_source
 from ingot.data.sources.records import read_records
 from tests.data.small import recipe, sentences
 from tests.lazy import require
@@ -29,6 +32,7 @@ class Web(Loopback):
     def __init__(self) -> None:
         super().__init__(_Handler)
         self.data, self.version, self.cut = lines("old"), 1, 0
+        self.codes: Iterator[int] = repeat(200)
         self.then: Callable[[], None] = lambda: None
 
     def write(self, data: bytes) -> None:
@@ -39,10 +43,10 @@ class _Handler(BaseHTTPRequestHandler):
     server: Web
 
     def do_HEAD(self) -> None:
-        data = self.server.data
+        data, code = self.server.data, next(self.server.codes)
         if "Range" in self.headers:
             data = data[: len(data) - self.server.cut]
-        self.send_response(206 if "Range" in self.headers else 200)
+        self.send_response(206 if "Range" in self.headers else code)
         self.send_header("Content-Length", str(len(data)))
         self.send_header("ETag", f'"{self.server.version}"')
         self.end_headers()
@@ -104,3 +108,17 @@ def test_a_table_that_ends_early_is_no_damaged_one(tmp_path: Path, web: Web, on_
     small = recipe(tmp_path, f"{web.address}/a.parquet", data__on_bad=on_bad)
     with pytest.raises(Failed, match=r"a\.parquet broke off \(it ended after"):
         ingest(small)
+
+
+def test_a_server_that_is_busy_is_not_taken_for_one_without_the_file(
+    web: Web, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ingot.base.remote.web.PAUSES_S", ())
+    source = SourceSettings(source=f"{web.address}/a.jsonl")
+    web.codes = repeat(404)
+    with pytest.raises(WrongInput, match=r"no such file \(404, .*; check the address, and that it"):
+        find_source(source)
+    for absent in range(5):
+        web.codes = chain(repeat(404, absent), repeat(503))
+        with pytest.raises(Failed, match=r"is busy or breaks off \(503, .*; run the same command"):
+            find_source(source)

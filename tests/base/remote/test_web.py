@@ -1,0 +1,154 @@
+"""What web servers hold, asked by the real client of servers that are busy now and then."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler
+from socket import SO_LINGER, SOL_SOCKET
+from typing import Any
+
+import pytest
+
+from ingot.base.errors import Failed
+from ingot.base.remote.web import web_client
+from ingot.base.storage import find_files, is_file, open_read
+from tests.lazy import lazy, require
+from tests.loopback import Loopback
+
+require("aiohttp", reason="aiohttp is not installed")
+aiohttp, fsspec = lazy("aiohttp"), lazy("fsspec")
+
+DATA = b"data"
+UP = '<a href="?C=M;O=A">Last modified</a> <a href="/">Parent</a>'
+PAGES = {
+    "/d/": f'{UP} <a href="a.txt">a</a> <a href="b.txt">b</a> <a href="c/">c</a>',
+    "/d/c/": f'{UP} <a href="/d/">d</a> <a href="e.txt">e</a>',
+}
+"""As Apache writes them."""
+
+
+class Web(Loopback):
+    """Serves `PAGES` and DATA as the files that they link to; is busy with the requests whose
+    number `is_busy` says so of, and hangs up where it is asked for what `broken` begins.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(_Handler)
+        self.is_busy: Callable[[int], bool] = lambda number: False
+        self.broken = "nothing"
+        self.asked: list[str] = []
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Web
+
+    def do_HEAD(self) -> None:
+        self.server.asked.append(self.path)
+        path = self.path.partition("?")[0]
+        page = PAGES.get(path, PAGES.get(f"{path}/"))
+        if path.startswith(self.server.broken):
+            self.connection.setsockopt(SOL_SOCKET, SO_LINGER, struct.pack("ii", 1, 0))
+            self.connection.close()
+        elif self.server.is_busy(len(self.server.asked) - 1):
+            self._answer(503, "text/plain", b"busy")
+        elif page is not None:
+            self._answer(200, "text/html", page.encode())
+        elif path.endswith(("/a.txt", "/b.txt", "/e.txt")):
+            self._answer(200, "text/plain", DATA)
+        else:
+            self._answer(404, "text/plain", b"")
+
+    do_GET = do_HEAD
+
+    def _answer(self, code: int, kind: str, data: bytes) -> None:
+        self.send_response(code)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(data)
+
+    def log_message(self, *_: Any) -> None:
+        """Quiet."""
+
+
+@pytest.fixture
+def web(monkeypatch: pytest.MonkeyPatch) -> Iterator[Web]:
+    monkeypatch.setattr("ingot.base.remote.web.PAUSES_S", (0.0, 0.0))
+    server = Web()
+    yield server
+    server.server_close()
+
+
+@pytest.mark.parametrize(
+    ("pattern", "found"),
+    [
+        ("d", ["a.txt", "b.txt", "c/e.txt"]),
+        ("d/b.txt", ["b.txt"]),
+        ("d/a.txt?key=1", ["a.txt?key=1"]),
+        ("d/*.txt", ["a.txt", "b.txt"]),
+        ("d/*", ["a.txt", "b.txt", "c/e.txt"]),
+        ("d/**", ["a.txt", "b.txt", "c/e.txt"]),
+        ("d/none.txt", []),
+    ],
+)
+def test_a_server_that_is_busy_for_a_moment_has_what_it_has(
+    web: Web, pattern: str, found: list[str]
+) -> None:
+    def asked(is_busy: Callable[[int], bool]) -> list[str]:
+        web.is_busy = is_busy
+        web.asked.clear()
+        return [name.partition("/d/")[2] for name in find_files(f"{web.address}/{pattern}")]
+
+    assert asked(lambda number: False) == found
+    for busy in range(len(web.asked)):
+        assert asked(busy.__eq__) == found
+        with pytest.raises(Failed, match=r"is busy or breaks off \(503.*; run the same command"):
+            asked(busy.__le__)
+
+
+def test_a_folder_that_breaks_off_is_not_left_out(web: Web) -> None:
+    web.broken = "/d/c"
+    with pytest.raises(Failed, match=r"/d/c/ is busy or breaks off \(.*reset"):
+        find_files(f"{web.address}/d")
+
+
+def test_a_busy_server_is_asked_again_whether_there_is_a_file(web: Web) -> None:
+    web.is_busy = (3).__gt__
+    assert is_file(f"{web.address}/d/a.txt")
+    assert not is_file(f"{web.address}/d/none.txt")
+
+
+def test_the_proxy_of_the_network_is_asked(web: Web, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", web.address)
+    monkeypatch.setenv("no_proxy", "")
+    with open_read("http://data.example.test/a.txt") as stream:
+        assert stream.read() == DATA
+    assert set(web.asked) == {"http://data.example.test/a.txt"}
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_no_proxy_is_asked_for_a_server_of_this_machine(
+    web: Web, monkeypatch: pytest.MonkeyPatch, host: str
+) -> None:
+    proxy = Web()
+    monkeypatch.setenv("http_proxy", proxy.address)
+    monkeypatch.setenv("no_proxy", "")
+    with open_read(f"{web.address.replace('127.0.0.1', host)}/d/a.txt") as stream:
+        assert stream.read() == DATA
+    assert (set(web.asked), proxy.asked) == ({"/d/a.txt"}, [])
+    proxy.server_close()
+
+
+def test_a_client_before_middlewares_will_do(web: Web, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = aiohttp.ClientSession.__init__
+
+    def before(self: Any, *args: Any, **options: Any) -> None:
+        """As of aiohttp 3.11."""
+        assert "middlewares" not in options
+        session(self, *args, **options)
+
+    monkeypatch.setattr(aiohttp.ClientSession, "__init__", before)
+    filesystem = fsspec.filesystem("http", get_client=web_client, skip_instance_cache=True)
+    assert filesystem.cat_file(f"{web.address}/d/a.txt") == DATA
