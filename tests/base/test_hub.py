@@ -3,11 +3,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from ingot.base.errors import Failed, WrongInput
-from ingot.base.hub import ask_tokenizer, fetch_model
+from ingot.base.hub import ask_tokenizer, fetch_config, fetch_model
 
 fetch_tokenizer = partial(fetch_model, tokenizer_only=True)
 
@@ -58,3 +59,16 @@ def test_a_tokenizer_in_the_cache_is_found_without_a_network(
 def test_what_cannot_be_a_name_on_the_hub_is_refused(name: str) -> None:
     with pytest.raises(WrongInput, match="is not a name on the hub; write it as hf:ORG/NAME"):
         fetch_model(name)
+
+
+def test_what_may_be_an_adapter_needs_no_configuration_of_a_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = SimpleNamespace(siblings=[SimpleNamespace(rfilename="adapter_config.json")])
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", lambda *_, **__: there)
+    monkeypatch.setattr(
+        "huggingface_hub.hf_hub_download", lambda _, file, **__: str(tmp_path / file)
+    )
+    with pytest.raises(WrongInput, match=r"hf:org/nosuch-adapter has no config\.json"):
+        fetch_config("org/nosuch-adapter")
+    assert fetch_config("org/nosuch-adapter", adapters=True) == tmp_path
