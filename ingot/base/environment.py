@@ -34,6 +34,8 @@ RESOLVED_VARIABLE = "RECIPE_IS_RESOLVED"
 variables set is in it, or was overridden by what was typed, and must not be set once more.
 """
 
+AS_ONE_PROCESS = "unset RANK WORLD_SIZE LOCAL_RANK"
+"""What to do about the variables of ranks that a shell kept and nobody meant."""
 CPU_QUOTAS = (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us"))
 """The files of version 2 and of version 1 of control groups that tell microseconds of processor
 time, and in which period.
@@ -132,6 +134,11 @@ class Ranks:
 
 
 def ranks(environ: Mapping[str, str] | None = None) -> Ranks:
+    """This process's rank; the only one of its job where no variable says otherwise.
+
+    Raises:
+        WrongInput: the variables are no numbers, or name a rank that the job has not.
+    """
     environ = os.environ if environ is None else environ
     values = [
         environ.get(name, default)
@@ -143,12 +150,18 @@ def ranks(environ: Mapping[str, str] | None = None) -> Ranks:
         )
     ]
     try:
-        return Ranks(*(int(value) for value in values))
+        here = Ranks(*(int(value) for value in values))
     except ValueError:
         raise WrongInput(
             f"RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE must be integers, not {values}; start"
             " with torchrun"
         ) from None
+    if not 0 <= here.rank < here.world:  # nobody would be rank 0, which alone writes
+        raise WrongInput(
+            f"RANK={here.rank} is no rank of WORLD_SIZE={here.world}; start with torchrun, or"
+            f" {AS_ONE_PROCESS}"
+        )
+    return here
 
 
 def read_dotenv(path: Path, prefix: str) -> dict[str, str]:

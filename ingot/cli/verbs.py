@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from ingot.base.environment import ranks
+from ingot.base.environment import AS_ONE_PROCESS, ranks
 from ingot.base.errors import EXIT_DONE, WrongInput
 from ingot.base.lazy import importing
 from ingot.base.markers import fingerprint
@@ -34,6 +34,8 @@ def do_step(
     """
     more = [*(["--debug"] if debug else []), *(["--json"] if as_json else [])]
     recipe, step = read_recipe(arguments, verb), step_named(verb)
+    if not step.distributed:
+        check_is_main(verb)
     prepare_environment(recipe)
     if verb == "prepare" and (elsewhere := other_interpreter(recipe)):
         options = [*(["--again"] if again else []), *more]
@@ -132,6 +134,17 @@ def is_rank() -> bool:
     return "LOCAL_RANK" in os.environ
 
 
+def check_is_main(verb: str) -> None:
+    """Refuse to do the work of one process as one of several ranks: they would all do it in the
+    same folder, and those beside rank 0 in silence and without a record.
+    """
+    if not ranks().is_main:
+        raise WrongInput(
+            f"RANK={ranks().rank} is set: `ingot {verb}` is the work of one process, and only rank 0"
+            f" records it; {AS_ONE_PROCESS}"
+        )
+
+
 def do_all(arguments: list[str], *, fresh: bool, debug: bool, checked: bool, as_json: bool) -> int:
     """Run all steps. What the steps need that are not done is checked once, by `ingot launch run`
     where that started this (`checked`).
@@ -139,6 +152,7 @@ def do_all(arguments: list[str], *, fresh: bool, debug: bool, checked: bool, as_
     from ingot.cli.check.recipe import check, read_checked
     from ingot.pipeline.local import print_summary, run
 
+    check_is_main("run")
     arguments = with_paths(arguments)
     recipe, values = read_checked(arguments, "run")
     if note := note_other_run(arguments, recipe):

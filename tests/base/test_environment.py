@@ -29,6 +29,13 @@ def test_ranks_are_read_from_torchruns_variables() -> None:
         ranks({"RANK": "first"})
 
 
+def test_a_rank_that_its_job_has_not_is_refused() -> None:
+    """As where a shell kept RANK alone: all would be done in silence and without a record."""
+    for variables in ({"RANK": "1"}, {"RANK": "8", "WORLD_SIZE": "8"}, {"RANK": "-1"}):
+        with pytest.raises(WrongInput, match=r"is no rank of WORLD_SIZE=.*; start.*unset RANK"):
+            ranks(variables)
+
+
 @pytest.mark.parametrize(("system", "told"), [("linux", "apt install a"), ("darwin", "brew")])
 def test_each_system_has_a_tool_of_its_own_to_install_with(
     system: str, told: str, monkeypatch: pytest.MonkeyPatch

@@ -123,6 +123,32 @@ def test_a_verb_has_the_processes_and_machines_of_its_place(
         verbs.do_step("train", written(tmp_path, launch__kind="ssh", launch__nodes=4), again=True)
 
 
+@pytest.mark.parametrize("verb", ["ingest", "prepare", "gate", "register", "run"])
+def test_the_work_of_one_process_is_not_done_as_another_rank(
+    verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with variables that a shell kept: it would be done in silence and leave no record."""
+    for name, value in (("RANK", "1"), ("WORLD_SIZE", "8")):
+        monkeypatch.setenv(name, value)
+    arguments = written(tmp_path)
+    with pytest.raises(WrongInput, match=rf"^RANK=1 is set: `ingot {verb}` .*; unset RANK"):
+        if verb == "run":
+            verbs.do_all(arguments, fresh=False, debug=False)
+        else:
+            verbs.do_step(verb, arguments, again=False)
+    assert not small_recipe(tmp_path).folder.root.exists()
+
+
+def test_ranks_of_a_cluster_that_sets_no_local_rank_share_a_training(
+    tmp_path: Path, seen: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Kubeflow's PyTorchJob has one process in each pod."""
+    for name, value in (("RANK", "1"), ("WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    assert verbs.do_step("train", written(tmp_path), again=True) == 0
+    assert seen["RANK"] == "1"
+
+
 def test_what_is_set_already_is_not_asked_for(
     tmp_path: Path, there: project.State, seen: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
