@@ -140,8 +140,8 @@ def check_is_main(verb: str) -> None:
     """
     if not ranks().is_main:
         raise WrongInput(
-            f"RANK={ranks().rank} is set: `ingot {verb}` is the work of one process, and only rank 0"
-            f" records it; {AS_ONE_PROCESS}"
+            f"RANK={ranks().rank} is set: `ingot {verb}` is the work of one process, and only rank"
+            f" 0 records it; {AS_ONE_PROCESS}"
         )
 
 

@@ -22,6 +22,7 @@ from ingot.base.markers import fingerprint
 from ingot.config.degrees import AXES, Degrees, degrees_of
 from ingot.config.sections.layout import Parallel
 from ingot.models.device import backend, pick_device, use_all_cores
+from ingot.parallel.rendezvous import meet
 
 T = TypeVar("T")
 TIMEOUT, MARGIN = timedelta(minutes=30), timedelta(minutes=5)
@@ -233,7 +234,10 @@ def running_mesh(
     timeout = max(TIMEOUT, silent + MARGIN)
     owns_group = here.world > 1 and not dist.is_initialized()
     if owns_group:
-        dist.init_process_group(backend(device), timeout=timeout)
+        store = meet(here, timeout)
+        dist.init_process_group(
+            backend(device), store=store, rank=here.rank, world_size=here.world, timeout=timeout
+        )
         _never_free(dist.group.WORLD)
     mesh = make_mesh(here, device, degrees, timeout=timeout)
     yield mesh

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -131,11 +132,13 @@ def test_the_work_of_one_process_is_not_done_as_another_rank(
     for name, value in (("RANK", "1"), ("WORLD_SIZE", "8")):
         monkeypatch.setenv(name, value)
     arguments = written(tmp_path)
+    do = (
+        partial(verbs.do_all, arguments, fresh=False, debug=False)
+        if verb == "run"
+        else partial(verbs.do_step, verb, arguments, again=False)
+    )
     with pytest.raises(WrongInput, match=rf"^RANK=1 is set: `ingot {verb}` .*; unset RANK"):
-        if verb == "run":
-            verbs.do_all(arguments, fresh=False, debug=False)
-        else:
-            verbs.do_step(verb, arguments, again=False)
+        do()
     assert not small_recipe(tmp_path).folder.root.exists()
 
 
