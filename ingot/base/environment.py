@@ -29,6 +29,10 @@ HOST_VARIABLE = "HOST_OF_RANKS"
 """The variable that tells ranks what this machine was called when the process that started them
 began.
 """
+RESULTS_VARIABLE = "RESULTS_ARE_MESSAGES"
+"""The variable that tells ranks that what they print on stdout goes among the messages of the
+process that started them, which needs no such result.
+"""
 RESOLVED_VARIABLE = "RECIPE_IS_RESOLVED"
 """The variable that tells a child process that its recipe is resolved: what `.env` and `INGOT_*`
 variables set is in it, or was overridden by what was typed, and must not be set once more.

@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TextIO
 
+from ingot.base.environment import RESULTS_VARIABLE
+
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
 
@@ -18,6 +20,8 @@ PLAIN_EVERY_S = 5.0
 BAR_WIDTH = 20
 READER_GONE = (errno.EPIPE, errno.ECONNRESET, errno.EIO)
 """Of a pipe or connection, of a connection that was cut, and of a terminal."""
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Of a device, of what a user may take of it, and of a file that may not grow (`ulimit -f`)."""
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 """All but tabs and line feeds; those that turn the direction of writing too."""
 
@@ -51,11 +55,16 @@ def open_closed_streams() -> None:
             setattr(sys, name, stream)
 
 
-class _Messages(io.FileIO):
-    """A stream whose reader may go away: what is written after that goes nowhere.
+class _Outliving(io.FileIO):
+    """A stream whose reader may go away: what is written after that goes nowhere. Where it has
+    `messages` alone, what finds no room is lost too, and what comes once there is some is not.
 
     Unbuffered, as a handler of a signal may write while another write is under way.
     """
+
+    def __init__(self, descriptor: int, *, messages: bool) -> None:
+        super().__init__(descriptor, "w", closefd=False)
+        self._messages = messages
 
     def write(self, text: Any) -> int:
         left = memoryview(text).cast("B")
@@ -63,6 +72,8 @@ class _Messages(io.FileIO):
             try:
                 left = left[super().write(left) :]
             except OSError as error:
+                if self._messages and error.errno in NO_ROOM:
+                    break
                 if error.errno not in READER_GONE:
                     raise
                 nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -73,15 +84,17 @@ class _Messages(io.FileIO):
 
 def outlive_reader() -> None:
     """From now on this process, and what it starts, goes on when nobody reads its stderr any more:
-    a closed terminal, a lost connection, a `tee` that was ended by the same Ctrl-C. A training that
-    has a checkpoint to save must not die of a message, nor one that is done of its result: where
-    stdout is the same file (`2>&1 | tee`), it has the same reader.
+    a closed terminal, a lost connection, a `tee` that was ended by the same Ctrl-C; and when there
+    is no room for it. A training that has a checkpoint to save must not die of a message, nor one
+    that is done of its result: where stdout is the same file (`2>&1 | tee`), it has the same
+    reader. A result that finds no room is still an error, unless it is only a message to whoever
+    started this process.
     """
     messages, results = _is_open(sys.stderr), _is_open(sys.stdout)
     if messages and results and _are_one(sys.stdout, sys.stderr):
-        sys.stdout = _outliving(sys.stdout)
+        sys.stdout = _outliving(sys.stdout, messages=RESULTS_VARIABLE in os.environ)
     if messages:
-        sys.stderr = _outliving(sys.stderr)
+        sys.stderr = _outliving(sys.stderr, messages=True)
 
 
 def _is_open(stream: TextIO | None) -> bool:
@@ -96,10 +109,10 @@ def _are_one(first: TextIO, second: TextIO) -> bool:
     return os.path.samestat(os.fstat(first.fileno()), os.fstat(second.fileno()))
 
 
-def _outliving(stream: TextIO) -> TextIO:
+def _outliving(stream: TextIO, *, messages: bool) -> TextIO:
     stream.flush()
     return io.TextIOWrapper(
-        _Messages(stream.fileno(), "w", closefd=False),  # raw, as with python -u
+        _Outliving(stream.fileno(), messages=messages),  # raw, as with python -u
         encoding=stream.encoding,
         errors=stream.errors,
         line_buffering=True,

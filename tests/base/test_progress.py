@@ -5,6 +5,7 @@ import io
 import os
 import pty
 import re
+import resource
 import socket
 import struct
 import sys
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 
 from ingot.base import progress as module
+from ingot.base.environment import RESULTS_VARIABLE
 from ingot.base.progress import Progress, duration, outlive_reader, say
 
 
@@ -126,12 +128,48 @@ def test_messages_outlive_their_reader(
         assert os.path.samestat(os.fstat(writer), os.stat(os.devnull))
 
 
-def test_a_message_that_a_full_disk_takes_not_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_outlive_a_full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     with Path("/dev/full").open("w", encoding="utf-8") as stream:
         monkeypatch.setattr(sys, "stderr", stream)
         outlive_reader()
-        with pytest.raises(OSError, match="No space left"):
+        say("lost")
+        assert os.path.samestat(os.fstat(stream.fileno()), os.stat("/dev/full"))
+
+
+def test_messages_come_again_once_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with (tmp_path / "log").open("w", encoding="utf-8") as stream:
+        monkeypatch.setattr(sys, "stderr", stream)
+        outlive_reader()
+        say("before")
+        resource.setrlimit(resource.RLIMIT_FSIZE, (len("before\n"), limits[1]))
+        try:
             say("lost")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        say("after")
+    assert (tmp_path / "log").read_text("utf-8").splitlines() == ["before", "after"]
+
+
+@pytest.mark.parametrize("started", [False, True], ids=["typed", "by a run"])
+def test_a_result_that_finds_no_room_is_an_error_where_it_is_asked_for(
+    started: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the messages go to the same file: with `> result.json 2>&1` it may be read."""
+    if started:
+        monkeypatch.setenv(RESULTS_VARIABLE, "1")
+    with (
+        Path("/dev/full").open("w", encoding="utf-8") as stderr,
+        Path("/dev/full").open("w", encoding="utf-8") as stdout,
+    ):
+        monkeypatch.setattr(sys, "stderr", stderr)
+        monkeypatch.setattr(sys, "stdout", stdout)
+        outlive_reader()
+        say("lost")
+        with contextlib.nullcontext() if started else pytest.raises(OSError, match="No space"):
+            print("result", flush=True)
 
 
 @pytest.mark.parametrize("apart", [False, True], ids=["one pipe", "two pipes"])

@@ -1120,4 +1120,12 @@ FAULTS = [
         "with a RANK that a shell kept a step works in silence and leaves no record",
         "tests/cli/test_verbs.py",
     ),
+    Fault(
+        "result-without-room",
+        "ingot/base/progress.py",
+        "if self._messages and error.errno in NO_ROOM:",
+        "if error.errno in NO_ROOM:",
+        "a result that finds no room on a full disk is lost, and the exit code says done",
+        "tests/base/test_progress.py",
+    ),
 ]

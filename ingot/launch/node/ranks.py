@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from ingot.base.environment import HOST_VARIABLE, host_name, usable_cores
+from ingot.base.environment import HOST_VARIABLE, RESULTS_VARIABLE, host_name, usable_cores
 from ingot.base.errors import Failed
 from ingot.base.heartbeat import Heartbeat, heartbeat_file, read_beats
 from ingot.base.processes import handles_signal, preexec_die_with_parent
@@ -91,6 +91,8 @@ class LocalRanks:
         self._end_at, self._group_ended = 0.0, False
         self._forwarded: set[int] = set()
         shared = {**os.environ, **environment(job), HOST_VARIABLE: host_name()}
+        if results is None:
+            shared[RESULTS_VARIABLE] = "1"
         if job.world > 1:
             port = position.port or free_port()
             shared |= {

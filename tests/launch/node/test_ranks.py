@@ -73,6 +73,16 @@ def test_each_rank_is_told_who_it_is_as_torchrun_would(
     assert groups != {str(os.getpgrp())}
 
 
+@pytest.mark.parametrize("asked", [True, False])
+def test_ranks_are_told_whether_their_results_are_messages(
+    asked: bool, ranks: type[LocalRanks], tmp_path: Path
+) -> None:
+    told = "import os, sys; sys.exit(os.environ.get('RESULTS_ARE_MESSAGES') is None)"
+    with (tmp_path / "out").open("w") as out:
+        end = wait_for(ranks(Job("test", (told,)), results=out if asked else None))
+    assert end == AttemptExit(0, int(asked))
+
+
 @pytest.fixture
 def unnamed() -> Iterator[None]:
     """This process has not asked yet what the machine is called."""
