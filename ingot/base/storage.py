@@ -21,15 +21,8 @@ from typing import IO, Any
 from ingot.base.errors import Failed, WrongInput
 from ingot.base.listing import files_below, is_there, names_like
 from ingot.base.processes import is_alive
+from ingot.base.remote import web
 from ingot.base.remote.streams import WholeFile, version_of
-from ingot.base.remote.web import (
-    bucket_request,
-    exists,
-    files_at,
-    is_web,
-    named_like,
-    web_client,
-)
 
 CHUNK_BYTES = 1 << 20
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP)
@@ -57,9 +50,9 @@ def _remote() -> Any:
     import fsspec
 
     os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
-    session = {"request_class": bucket_request}
+    session = {"request_class": web.bucket_request}
     fsspec.config.conf.setdefault("gs", {}).setdefault("session_kwargs", session)
-    fsspec.config.conf.setdefault("http", {}).setdefault("get_client", web_client)
+    fsspec.config.conf.setdefault("http", {}).setdefault("get_client", web.web_client)
     return fsspec
 
 
@@ -78,8 +71,8 @@ def is_file(path: str | os.PathLike[str]) -> bool:
     if not is_remote(path):
         return Path(path).is_file()
     filesystem, root = _remote().core.url_to_fs(os.fspath(path))
-    if is_web(filesystem):
-        return exists(filesystem, root)
+    if web.is_web(filesystem):
+        return web.exists(filesystem, root)
     return bool(filesystem.isfile(root))
 
 
@@ -140,16 +133,16 @@ def _literal_start(pattern: str, exists: Callable[[str], bool]) -> str:
 
 
 def _remote_files(filesystem: Any, root: str) -> Iterable[str]:
-    there = functools.partial(exists, filesystem)
+    there = functools.partial(web.exists, filesystem)
     if not glob.has_magic(root) or there(root):
-        return files_at(filesystem, root)
+        return web.files_at(filesystem, root)
     files: set[str] = set()
     walked: tuple[str, ...] = ()
-    for name, about in sorted(named_like(filesystem, _literal_start(root, there)).items()):
+    for name, about in sorted(web.named_like(filesystem, _literal_start(root, there)).items()):
         if about["type"] != "directory":
             files.add(name)
         elif not name.startswith(walked):  # each walk is a request
-            files.update(files_at(filesystem, name))
+            files.update(web.files_at(filesystem, name))
             walked = (f"{name.rstrip('/')}/",)
     return files
 

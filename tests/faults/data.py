@@ -901,7 +901,7 @@ FAULTS = [
     Fault(
         "folder-of-a-bucket-is-a-text",
         "ingot/base/storage.py",
-        "files.update(files_at(filesystem, name))",
+        "files.update(web.files_at(filesystem, name))",
         "files.add(name)",
         "a glob in a bucket takes folders for empty texts and leaves out what is in them",
         "tests/base/test_storage.py",
@@ -1551,7 +1551,7 @@ FAULTS = [
     Fault(
         "saved-set-on-a-busy-server",
         "ingot/base/storage.py",
-        "if is_web(filesystem):",
+        "if web.is_web(filesystem):",
         "if False:",
         "of a saved data set behind a server that is busy for a moment all splits are trained on",
         "tests/base/remote/test_web.py",
