@@ -1,5 +1,5 @@
 """What training evaluates as it runs: the objective on validation rows, and some of the recipe's
-tasks.
+tasks; and whether that tells the metrics it tracks.
 """
 
 from __future__ import annotations
@@ -15,9 +15,14 @@ import torch
 from torch import nn
 
 from ingot.base.errors import WrongInput
+from ingot.config.recipe import Recipe
+from ingot.config.sections.evaluation import LossTask
+from ingot.config.sections.measured import tracked_metrics, tracked_of_sources
 from ingot.data.batches.loader import Batch, fixed_batches
 from ingot.data.batches.rows import IGNORE, Rows
-from ingot.data.batches.samples import Samples
+from ingot.data.batches.samples import Samples, alike_ratings
+from ingot.data.columns.manifest import PreparedData
+from ingot.evaluate.sources import source_names, source_of_rows
 from ingot.evaluate.subject import EvalModel, EvaluationInterrupted
 from ingot.evaluate.tasks import measure_all, open_task
 from ingot.models.device import Compute
@@ -136,6 +141,7 @@ class TaskEvaluator:
 
     def __init__(self, subject: EvalModel, names: Sequence[str]) -> None:
         self._subject = subject
+        self._tracked = tracked_metrics(subject.recipe.train, subject.recipe.checkpoint)
         tasks = [task for task in subject.recipe.tasks if task.name in names]
         self._opened = {
             task.name: open_task(task, subject.info, subject.recipe.train.evaluate_rows)
@@ -145,9 +151,62 @@ class TaskEvaluator:
     def __call__(self) -> MetricValues:
         """Measure the model as it is now; it must be in evaluation mode. Collective: every rank
         calls it, all get the same result.
+
+        Raises:
+            WrongInput: a tracked metric is missing, and the task says why.
         """
         found: MetricValues = {}
         for measured in measure_all(self._opened, self._subject).values():
+            for knob, tracked in self._tracked:
+                if (why := measured.missing.get(tracked)) is not None:
+                    raise WrongInput(f"{knob} {tracked} is not measured: {why}")
             for key, metric in measured.metrics.items():
                 found[key] = metric.value, metric.direction
         return found
+
+
+def check_tracked(recipe: Recipe, prepared: PreparedData, held_out: Rows | Samples) -> None:
+    """Raises WrongInput if a tracked metric will not be measured on the held-out rows."""
+    _check_sources(recipe, prepared, len(held_out))
+    if isinstance(held_out, Samples) and held_out.kind == "rated":
+        _check_ratings(recipe, prepared, held_out)
+
+
+def _check_sources(recipe: Recipe, prepared: PreparedData, rows: int) -> None:
+    """Raises WrongInput if a metric of one source is tracked, which evaluations in training would
+    not measure: sources are told apart where there are several, and all `rows` are used.
+    """
+    train, sources = recipe.train, source_names(prepared.splits["validation"])
+    for knob, metric in tracked_of_sources(
+        train, recipe.checkpoint, recipe.objective, recipe.tasks
+    ):
+        if len(sources) == 1 or metric.rpartition("/")[2] not in sources:
+            raise WrongInput(
+                f"{knob} {metric} is not measured: held-out documents are of"
+                f" {', '.join(sources)}{' alone' if len(sources) == 1 else ''}; set it to a metric"
+                f" of {'them' if len(sources) == 1 else 'one of these, or of all'}"
+            )
+        if train.evaluate_rows < rows:
+            raise WrongInput(
+                f"{knob} {metric} is measured on all {rows} held-out rows alone, and"
+                f" train.evaluate_rows is {train.evaluate_rows}; set it to {rows} or more, or"
+                f" {knob} to a metric of all sources"
+            )
+
+
+def _check_ratings(recipe: Recipe, prepared: PreparedData, rows: Samples) -> None:
+    """Raises WrongInput if a loss is tracked that rated answers do not tell, which are alike."""
+    losses = [task.name for task in recipe.tasks if isinstance(task, LossTask)]
+    sources = source_names(prepared.splits["validation"])
+    count = min(len(rows), recipe.train.evaluate_rows)
+    ratings, of = rows.ratings(range(count), count), source_of_rows(rows, count)
+    for knob, metric in tracked_metrics(recipe.train, recipe.checkpoint):
+        task, _, rest = metric.partition("/")
+        name, _, source = rest.partition("/")
+        if task not in losses:
+            continue
+        whose, alike = "", alike_ratings(ratings, len(rows))
+        if source:
+            whose, alike = f"of {source} ", alike_ratings(ratings[of == sources.index(source)])
+        if alike is not None and name in alike.untold:
+            raise WrongInput(f"{knob} {metric} is not measured: {whose}{alike.why}")

@@ -23,7 +23,6 @@ from ingot.config.identity import (
 from ingot.config.models.lineage import read_lineage
 from ingot.config.models.source import ModelKind, check_lora
 from ingot.config.recipe import Recipe
-from ingot.config.sections.measured import tracked_of_sources
 from ingot.config.sections.objective import TWO_ROWS
 from ingot.config.sections.training import Muon
 from ingot.config.shape import (
@@ -40,7 +39,7 @@ from ingot.data.batches.samples import Samples
 from ingot.data.batches.spans import hiding_of
 from ingot.data.columns.manifest import PreparedData, prepared_for
 from ingot.data.splits import Split, check_held_out
-from ingot.evaluate.sources import source_names
+from ingot.evaluate.validation import check_tracked
 from ingot.models.adapters.lora import add_lora
 from ingot.models.device import Compute, fast_compute, resolve_compute
 from ingot.models.hf.config import HFConfig
@@ -238,7 +237,7 @@ def make_setup(recipe: Recipe, mesh: Mesh, *, fresh: bool = False) -> TrainSetup
     holds_out = recipe.data.holds_out
     held_out = _open_split(recipe, "validation", hiding) if holds_out else rows
     if holds_out:
-        _check_tracked_sources(recipe, prepared, len(held_out))
+        check_tracked(recipe, prepared, held_out)
     check_formats(recipe, model_spec.kind, batch, mesh.degrees, compute, mesh.device)
     identity = {
         **_identity(recipe, compute, mesh.device),
@@ -308,28 +307,6 @@ def _check_layers(config: Mapping[str, Any]) -> None:
                 f"{name} {config[name]} leaves layers of the model out at random, others on each"
                 f" rank, which several processes cannot train; set model.config={{{name}: 0.0}}, or"
                 " use one process"
-            )
-
-
-def _check_tracked_sources(recipe: Recipe, prepared: PreparedData, rows: int) -> None:
-    """Raises WrongInput if a metric of one source is tracked, which evaluations in training would
-    not measure: sources are told apart where there are several, and all `rows` are used.
-    """
-    train, sources = recipe.train, source_names(prepared.splits["validation"])
-    for knob, metric in tracked_of_sources(
-        train, recipe.checkpoint, recipe.objective, recipe.tasks
-    ):
-        if len(sources) == 1 or metric.rpartition("/")[2] not in sources:
-            raise WrongInput(
-                f"{knob} {metric} is not measured: held-out documents are of"
-                f" {', '.join(sources)}{' alone' if len(sources) == 1 else ''}; set it to a metric"
-                f" of {'them' if len(sources) == 1 else 'one of these, or of all'}"
-            )
-        if train.evaluate_rows < rows:
-            raise WrongInput(
-                f"{knob} {metric} is measured on all {rows} held-out rows alone, and"
-                f" train.evaluate_rows is {train.evaluate_rows}; set it to {rows} or more, or"
-                f" {knob} to a metric of all sources"
             )
 
 

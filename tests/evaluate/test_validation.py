@@ -17,6 +17,8 @@ from ingot.config.recipe import Recipe
 from ingot.config.sections.layout import Parallel
 from ingot.config.sections.training import SGD
 from ingot.data.batches.rows import open_rows
+from ingot.data.ingest import ingest
+from ingot.data.prepare import prepare
 from ingot.evaluate.generation import _completions, complete_prompts
 from ingot.evaluate.loss import score_rows
 from ingot.evaluate.tasks import open_task
@@ -37,7 +39,7 @@ from ingot.parallel.mesh import Mesh, running_mesh
 from ingot.train.optim.optimizers import make_optimizer
 from tests import tolerances
 from tests.evaluate.small_models import hellaswag_lines, subject_in, with_model, write_lines
-from tests.evaluate.small_runs import prepared
+from tests.evaluate.small_runs import place, prepared, recipe_of, records
 from tests.parallel.wrapped_run import MODEL
 from tests.ranks import run_ranks
 from tests.small import small_recipe
@@ -59,6 +61,22 @@ def watched(recipe: Recipe, names: list[str]) -> MetricValues:
         assert subject.model.training
         assert all(parameter.grad is None for parameter in subject.model.parameters())
         return first
+
+
+def test_why_a_task_does_not_tell_a_tracked_metric_is_told(tmp_path: Path) -> None:
+    write_lines(tmp_path / "rated.jsonl", [one | {"label": True} for one in records("rated")])
+
+    def tracking(metric: str) -> Recipe:
+        knobs = {"train__evaluate_every": 2, "train__evaluate_tasks": ["loss"]}
+        return recipe_of(tmp_path, "rated", **knobs, checkpoint__best=metric)
+
+    recipe = tracking("loss/perplexity")
+    ingest(recipe)
+    prepare(recipe)
+    place(recipe, recipe.folder.model)
+    assert "loss/perplexity" in watched(recipe, ["loss"])
+    with pytest.raises(WrongInput, match=r"best loss/accuracy is not measured: all of the .* good"):
+        watched(tracking("loss/accuracy"), ["loss"])
 
 
 def test_named_tasks_on_the_first_rows(root: Path, tmp_path: Path) -> None:

@@ -1086,6 +1086,15 @@ FAULTS = [
         "tests/train/test_origin.py",
     ),
     Fault(
+        "tracked-metric-of-answers-rated-alike",
+        "ingot/evaluate/validation.py",
+        'if isinstance(held_out, Samples) and held_out.kind == "rated":',
+        "if False:",
+        "a metric that held-out answers of one rating do not tell costs the steps up to the first"
+        " evaluation",
+        "tests/train/test_refused.py",
+    ),
+    Fault(
         "held-out-rows-are-no-part",
         "ingot/train/setup.py",
         '{"held_out": held_out.fingerprint} if stops_by_held_out(recipe) else {}',
@@ -1136,7 +1145,7 @@ FAULTS = [
     Fault(
         "late-metric-costs-steps",
         "ingot/train/trainer.py",
-        "        hooks.checkpoint.finish(late.step)\n",
+        "        hooks.checkpoint.finish(ended.step)\n",
         "",
         "a metric that a later step brings ends the run, and the steps since the checkpoint go",
         "tests/train/test_metrics.py",
@@ -1562,7 +1571,7 @@ FAULTS = [
     ),
     Fault(
         "watched-metric-of-one-source",
-        "ingot/train/setup.py",
+        "ingot/evaluate/validation.py",
         "        if train.evaluate_rows < rows:",
         "        if False:",
         "early stopping waits for a source's metric that some rows do not give, until it is due",

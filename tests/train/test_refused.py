@@ -23,6 +23,8 @@ from ingot.parallel.mesh import Mesh
 from ingot.train.setup import make_setup
 from ingot.train.trainer import train
 from tests.evaluate.small_models import hellaswag_lines, write_lines
+from tests.evaluate.small_runs import recipe_of as rated_recipe
+from tests.evaluate.small_runs import records
 from tests.markers import changed
 from tests.models.hf.tiny import SEQ2SEQ
 from tests.models.tiny import make_reference
@@ -233,6 +235,44 @@ def test_preferences_without_room_for_an_answer_are_refused(tmp_path: Path) -> N
     ingest(recipe)
     with pytest.raises(WrongInput, match="none can be learnt from"):
         prepare(recipe)
+
+
+@pytest.mark.parametrize(
+    ("good", "metric", "why"),
+    [
+        ((40, 20), "loss/accuracy", r"all of the first 4 .* are good; raise train\.evaluate_rows"),
+        ((60, 0), "loss/accuracy", r"all of the \d+ .* are good; give data\.validation"),
+        ((0, 60), "loss/perplexity", r"none of the \d+ .* is good; give data\.validation"),
+        ((60, 0), "loss/bits_per_byte/bad.jsonl", r"of bad\.jsonl none of the \d+ .* is good"),
+    ],
+)
+def test_a_tracked_metric_that_answers_rated_alike_do_not_tell_is_refused(
+    good: tuple[int, int], metric: str, why: str, tmp_path: Path
+) -> None:
+    """Before the steps up to the first evaluation are paid for. The good answers come first; the
+    objective's own loss is measured on either kind, as is that of good ones where there are any.
+    """
+    rated = [*[True] * good[0], *[False] * good[1]]
+    lines = [one | {"label": label} for one, label in zip(records("rated"), rated, strict=True)]
+    write_lines(tmp_path / "rated.jsonl", lines)
+    knobs: dict[str, Any] = {"train__evaluate_every": 2, "train__evaluate_tasks": ["loss"]}
+    if "first" in why:
+        knobs["train__evaluate_rows"] = 4
+    if "bad.jsonl" in metric:
+        write_lines(tmp_path / "bad.jsonl", [one | {"label": False} for one in lines])
+        sources = [{"source": str(tmp_path / name)} for name in ("rated.jsonl", "bad.jsonl")]
+        knobs["data__train"] = json.dumps(sources)
+
+    def tracking(metric: str) -> Recipe:
+        return rated_recipe(tmp_path, "rated", **knobs, checkpoint__best=metric)
+
+    ingest(tracking(metric))
+    prepare(tracking(metric))
+    here = Mesh(Ranks(), torch.device("cpu"))
+    with pytest.raises(WrongInput, match=rf"best {metric} is not measured: {why}"):
+        make_setup(tracking(metric), here)
+    for told in ("loss", *["loss/perplexity"] * bool(good[0])):
+        make_setup(tracking(told), here)
 
 
 def test_a_batch_without_a_target_ends_training_in_words(

@@ -61,18 +61,20 @@ class AlikeRatings(NamedTuple):
     why: str
 
 
-def alike_ratings(ratings: npt.NDArray[Any]) -> AlikeRatings | None:
+def alike_ratings(ratings: npt.NDArray[Any], held_out: int = 0) -> AlikeRatings | None:
     """None where there are good and bad ones: the loss is that of the good ones, and the accuracy
-    compares both.
+    compares both. `held_out`: of how many answers these are the first, if they are not all.
     """
     good = np.count_nonzero(ratings)
     if 0 < good < len(ratings):
         return None
     which, are = ("all", "are") if good else ("none", "is")
+    first, mend = "", "give data.validation good and bad ones"
+    if len(ratings) < held_out:
+        first, mend = "first ", "raise train.evaluate_rows, or mix good and bad ones"
     return AlikeRatings(
         ("accuracy",) if good else ("loss", "perplexity", "bits_per_byte", "accuracy"),
-        f"{which} of the {len(ratings):,} held-out rated answers {are} good; give data.validation"
-        " good and bad ones",
+        f"{which} of the {first}{len(ratings):,} held-out rated answers {are} good; {mend}",
     )
 
 

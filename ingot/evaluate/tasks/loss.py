@@ -319,7 +319,7 @@ class OpenSampleLossTask:
             mean = -sums.nats / sums.targets
             metrics[f"{name}/accuracy"] = likelier_metric(mean[good], mean[~good], on=on)
         examples = _examples(sums.nats, sums.targets, sums.bytes)
-        alike = alike_ratings(good)
+        alike = alike_ratings(good, len(self.rows))
         return TaskResult(
             metrics,
             [one | {"good": bool(rated)} for one, rated in zip(examples, good, strict=True)],
