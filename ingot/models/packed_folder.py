@@ -40,10 +40,12 @@ def open_packed(folder: Path, compute: Compute) -> Decoder | None:
         for name, tensor in named_tensors(folder, shapes, config):
             places[name].copy_(tensor)
 
-    with mapping_blocks(OWN_BYTES):
+    def make_room() -> None:
         for part in (model.model.embed_tokens, model.model.norm, model.lm_head):
             if part is not None:
                 allocate(part, cpu)
+
+    with mapping_blocks(OWN_BYTES):
         # Names, shapes and contents of all are checked; those on `meta` are read later.
-        load_weights(model, folder)
+        load_weights(model, folder, make_room=make_room)
         return model if pack_weights(model, read, compute=compute) else None

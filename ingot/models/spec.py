@@ -187,15 +187,14 @@ def materialize_model(
         if not is_sharded(model):
             model.to(device)
         return
-    allocate(model, device)
-    if not filled or not isinstance(model, Decoder):
+    if filled and isinstance(model, Decoder) and spec.folder is not None and not spec.random:
+        load_weights(model, spec.folder, share, lambda: allocate(model, device))
         return
-    if spec.folder is None or spec.random:
+    allocate(model, device)
+    if filled and isinstance(model, Decoder):
         init_weights(model, seed, quick=quick)
         init_packed(model, seed, model.config.initializer_range)
         init_stacks(model, seed, model.config.initializer_range)
-    else:
-        load_weights(model, spec.folder, share)
 
 
 def build_model(spec: ModelSpec, seed: int, device: torch.device, *, filled: bool) -> AnyModel:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -341,8 +342,8 @@ def _frozen(folder: Path, recipe: Recipe, compute: Compute, mesh: Mesh) -> Decod
     if mesh.tensor.world == mesh.context.world == mesh.degrees.shard == 1:
         return load_model(folder, device=mesh.device, dtype=TYPES[compute]).requires_grad_(False)
     model = draft_teacher(folder, recipe, compute, mesh)
-    allocate(model, mesh.device)
-    run_on_all(mesh, lambda: load_weights(model, folder, _share(mesh)), lambda _: None)
+    make_room = partial(allocate, model, mesh.device)
+    run_on_all(mesh, lambda: load_weights(model, folder, _share(mesh), make_room), lambda _: None)
     return model
 
 

@@ -1181,4 +1181,12 @@ FAULTS = [
         "positions that stored vectors do not have are refused once all data are prepared",
         "tests/cli/test_check.py",
     ),
+    Fault(
+        "memory-before-the-weights-are-looked-at",
+        "ingot/models/spec.py",
+        "load_weights(model, spec.folder, share, lambda: allocate(model, device))",
+        "allocate(model, device)\n        load_weights(model, spec.folder, share)",
+        "a configuration that does not fit its weights fills the memory before anybody is told",
+        "tests/models/hf/test_folder.py",
+    ),
 ]

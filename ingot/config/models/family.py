@@ -217,8 +217,12 @@ class DecoderSizes:
     sparse: tuple[bool, ...]
 
 
-MAX_LAYERS = 10_000
-"""What a damaged file says beyond it would be listed layer by layer, until the memory is full."""
+MAX_LISTED = 10_000
+"""Layers, and experts of one: what a damaged file says beyond it would be listed one by one, until
+the memory is full.
+"""
+MAX_SIZE = 1 << 22
+"""Of any side of a tensor; with larger ones, products of them are beyond 64 bits."""
 
 
 def sizes(config: Mapping[str, Any], where: str = "model.config") -> DecoderSizes:
@@ -227,7 +231,7 @@ def sizes(config: Mapping[str, Any], where: str = "model.config") -> DecoderSize
 
     Raises:
         KeyError, TypeError, ValueError: a size is missing or not a number.
-        WrongInput: a `model_type` that is not native, too many layers, or contradictory windows.
+        WrongInput: a `model_type` that is not native, sizes of no model, or contradictory windows.
     """
     family = family_of(config, where)
     values = family.filled(config)
@@ -236,23 +240,30 @@ def sizes(config: Mapping[str, Any], where: str = "model.config") -> DecoderSize
         int(values["num_hidden_layers"]),
         int(values["hidden_size"]),
     )
-    if layers > MAX_LAYERS:
-        raise WrongInput(
-            f"{where}: num_hidden_layers is {layers:,}, and no model has more than {MAX_LAYERS:,};"
-            " mend it"
-        )
     kv_heads = int(values.get("num_key_value_heads") or heads)
     head_dim = int(values.get("head_dim") or hidden // max(heads, 1))
+    vocab, feed_forward = int(values["vocab_size"]), int(values["intermediate_size"])
+    _refuse_above(MAX_LISTED, where, num_hidden_layers=layers)
+    _refuse_above(
+        MAX_SIZE, where, vocab_size=vocab, hidden_size=hidden, intermediate_size=feed_forward
+    )
+    width = max(heads, kv_heads) * head_dim
+    _refuse_above(MAX_SIZE, where, **{"num_attention_heads times head_dim": width})
     mixture = family.experts
+    experts = None if mixture is None else read_experts(values, mixture, where)
+    if experts is not None:
+        widths = {"width of an expert": max(experts.width, experts.shared)}
+        _refuse_above(MAX_LISTED, where, **{"number of experts": experts.count})
+        _refuse_above(MAX_SIZE, where, **widths)
     normed = {"none": 0, "head": 2 * head_dim, "full": (heads + kv_heads) * head_dim}
 
     def has(bias: bool | str) -> bool:
         return bool(values.get(bias, False)) if isinstance(bias, str) else bias
 
     return DecoderSizes(
-        vocab=int(values["vocab_size"]),
+        vocab=vocab,
         hidden=hidden,
-        feed_forward=int(values["intermediate_size"]),
+        feed_forward=feed_forward,
         layers=layers,
         heads=heads,
         kv_heads=kv_heads,
@@ -266,9 +277,17 @@ def sizes(config: Mapping[str, Any], where: str = "model.config") -> DecoderSize
         + normed[family.norm_of_heads(values)],
         sinks=heads if family.sinks else 0,
         windows=_windows(values, family, layers, where),
-        experts=None if mixture is None else read_experts(values, mixture, where),
+        experts=experts,
         sparse=(False,) * layers if mixture is None else sparse_layers(values, mixture, where),
     )
+
+
+def _refuse_above(most: int, where: str, **sizes: int) -> None:
+    for name, size in sizes.items():
+        if size > most:
+            raise WrongInput(
+                f"{where}: {name} is {size:,}, and no model has more than {most:,}; mend it"
+            )
 
 
 def _positions(values: Mapping[str, Any]) -> int:

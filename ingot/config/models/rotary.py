@@ -9,7 +9,7 @@ from typing import Any
 
 from ingot.base.errors import WrongInput
 from ingot.config.doors import FAMILIES
-from ingot.config.models.family import FULL, MAX_LAYERS, SLIDING, family_of, rotary_layers, sizes
+from ingot.config.models.family import FULL, MAX_LISTED, SLIDING, family_of, rotary_layers, sizes
 
 ROTARY = ("rope_scaling", "rope_parameters")
 _KNOWN = """
@@ -150,6 +150,6 @@ def overridden(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[st
     layers = changes.get("num_hidden_layers")
     for name in ("layer_types", "no_rope_layers"):
         kinds = made.get(name)
-        if kinds and name not in changes and isinstance(layers, int) and layers <= MAX_LAYERS:
+        if kinds and name not in changes and isinstance(layers, int) and layers <= MAX_LISTED:
             made[name] = [kinds[0]] * layers if len(set(kinds)) == 1 else kinds[:layers]
     return made

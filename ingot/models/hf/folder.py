@@ -4,7 +4,7 @@ shape, are all named, and then nothing is loaded.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -58,16 +58,21 @@ def load_model(
     )
     with torch.device("meta"):
         model = Decoder(config).to(dtype or torch.float32)
-    allocate(model, device)
-    load_weights(model, folder, ALL if check else None)
+    load_weights(model, folder, ALL if check else None, lambda: allocate(model, device))
     return model.eval()
 
 
 @torch.no_grad()
-def load_weights(model: Decoder, folder: Path, share: Share | None = ALL) -> None:
+def load_weights(
+    model: Decoder,
+    folder: Path,
+    share: Share | None = ALL,
+    make_room: Callable[[], None] = lambda: None,
+) -> None:
     """Load the parameters of a model from `folder`, one tensor at a time; of sharded parameters
     only this rank's shard is read. `share`: the tensors compared with the record of the export;
-    those are read completely.
+    those are read completely. `make_room` allocates what of them is on `meta`, once the names
+    and shapes are known to fit: a wrong configuration may ask for any memory.
 
     Raises:
         WrongInput: tensors that do not fit, or that differ from those of the export.
@@ -87,6 +92,7 @@ def load_weights(model: Decoder, folder: Path, share: Share | None = ALL) -> Non
     others = sum(language_name(name) is None for name in found) + len(stored_there) - len(found)
     if others and (share is None or share.rank == 0):
         say(f"{folder}: only the language model is read; {others} tensors beside it are left out")
+    make_room()
     places = {name: tensor for name, tensor in named_weights(model) if name in whole}
     packed, stacks = packed_matrices(model), StackReader(packed_stacks(model))
     twin: Tensor | None = None

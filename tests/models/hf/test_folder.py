@@ -13,6 +13,9 @@ from safetensors.torch import load_file, save_file
 from ingot.base.errors import WrongInput
 from ingot.config.models.source import model_config
 from ingot.config.models.weights import INDEX, hash_model, weight_files
+from ingot.models import packed_folder
+from ingot.models import spec as spec_module
+from ingot.models.hf import folder as folder_module
 from ingot.models.hf.folder import load_model, load_weights, stored_shapes, stored_tensors
 from ingot.models.hf.tensorfile import save_weights
 from ingot.models.native.config import DecoderConfig
@@ -135,6 +138,50 @@ def test_everything_that_does_not_fit_is_named_and_nothing_is_loaded(tmp_path: P
         assert named in str(error.value)
     assert "\n" not in str(error.value)
     assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def test_memory_is_taken_once_the_weights_are_known_to_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, taken = make_reference(tmp_path), list[str]()
+    edit_config(folder, intermediate_size=4_000_000)
+    for module in (folder_module, packed_folder, spec_module):
+        monkeypatch.setattr(module, "allocate", lambda *_, by=module.__name__: taken.append(by))
+    config = DecoderConfig.from_hf(model_config(folder), "")
+    spec = spec_module.ModelSpec("decoder", config, folder, False)
+    drafted = spec_module.create_model(spec, 1)
+    for load in (
+        lambda: load_model(folder, device=CPU),
+        lambda: packed_folder.open_packed(folder, "bf16"),
+        lambda: spec_module.materialize_model(drafted, spec, 1, CPU, filled=True),
+    ):
+        with pytest.raises(WrongInput, match=r"weights do not fit config\.json: .*mlp"):
+            load()
+    assert not taken
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"vocab_size": 10**19}, "vocab_size is 10,000,000,000,000,000,000"),
+        ({"hidden_size": 2**40}, "hidden_size is"),
+        ({"intermediate_size": 10**14}, "intermediate_size is"),
+        ({"head_dim": 2**40}, "num_attention_heads times head_dim is"),
+        ({"num_hidden_layers": 20_000}, "num_hidden_layers is 20,000"),
+    ],
+)
+def test_sizes_of_no_model_are_named(changes: dict[str, object], said: str, tmp_path: Path) -> None:
+    folder = make_reference(tmp_path)
+    edit_config(folder, **changes)
+    with pytest.raises(WrongInput, match=rf"config\.json: {said}.*, and no model has more than"):
+        load_model(folder, device=CPU)
+
+
+def test_so_many_experts_are_of_no_model(tmp_path: Path) -> None:
+    folder = make_member(tmp_path, "mixtral")
+    edit_config(folder, num_local_experts=10**8)
+    with pytest.raises(WrongInput, match="number of experts is 100,000,000"):
+        load_model(folder, device=CPU)
 
 
 def test_quantized_tensors_are_not_taken_for_weights(tmp_path: Path) -> None:
