@@ -60,10 +60,10 @@ def _execute_child(self: subprocess.Popen[Any], *given: Any) -> None:
     streams = [asked[name] for name in ("p2cread", "c2pwrite", "errwrite")]
     try:
         self.pid = start_child(
-            () if worker else asked["args"][3:],
+            () if worker else forkedmain.words(asked["args"])[1:],
             forkedmain.Adoption(
                 os.getpid(),
-                "" if worker else asked["args"][2],
+                "" if worker else forkedmain.words(asked["args"])[0],
                 None if asked["process_group"] == -1 else asked["process_group"],
                 _death_signal(asked["preexec_fn"]),
             ),

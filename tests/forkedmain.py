@@ -77,7 +77,7 @@ def _init(self: subprocess.Popen[Any], args: Any, *rest: Any, **named: Any) -> N
     if not rest and _is_ours(args, named.get("env")):
         named["preexec_fn"] = functools.partial(
             _instead_of_exec,
-            list(args),
+            words(args),
             named.get("env"),
             named.get("preexec_fn"),
             named.get("pass_fds", ()),
@@ -91,12 +91,17 @@ def _is_ours(args: Any, environment: Mapping[str, str] | None) -> bool:
 
 def is_program(args: Any) -> bool:
     """Whether a command is `python -m ingot...` or `python -m benchmarks...`."""
-    return (
-        isinstance(args, list | tuple)
-        and len(args) > 2
-        and (args[0], args[1]) == (sys.executable, "-m")
-        and str(args[2]).partition(".")[0] in _PROGRAMS
-    )
+    return bool(asked := words(args)) and asked[0].partition(".")[0] in _PROGRAMS
+
+
+def words(args: Any) -> list[str]:
+    """The module that a command runs (`python -m MODULE`, with or without -P) and its arguments;
+    none of another command.
+    """
+    given = list(map(str, args)) if isinstance(args, list | tuple) else []
+    options = given[1:3] if given[1:2] == ["-P"] else given[1:2]
+    asked = given[1 + len(options) :]
+    return asked if given[:1] == [sys.executable] and options[-1:] == ["-m"] else []
 
 
 def fixed(environment: Mapping[str, str]) -> dict[str, str]:
@@ -145,11 +150,11 @@ def _instead_of_exec(
             for name in os.environ.keys() - environment.keys():
                 del os.environ[name]
             os.environ.update(environment)
-        sys.argv = args[2:]
+        sys.argv = args
     except BaseException:
         traceback.print_exc()
         os._exit(255)
-    run(lambda: run_module(args[2]))
+    run(lambda: run_module(args[0]))
 
 
 def _leave_the_parents_things(passed: Collection[int]) -> None:

@@ -157,6 +157,18 @@ def without_main_module() -> Iterator[None]:
         sys.modules["__main__"] = main
 
 
+def own_python(python: str | None = None) -> list[str]:
+    """What begins a command that runs a module of ours: an interpreter, this one if none is given;
+    `-m` follows.
+
+    Python then looks for all modules in the working directory first, where somebody's `random.py`
+    would take the place of its own, or a `datasets.py` that of the library. So it is told not to,
+    unless this process finds modules there too, as one of a checkout that is not installed does.
+    """
+    finds_here = {"", os.getcwd()} & {*sys.path}
+    return [python or sys.executable, *([] if finds_here else ["-P"])]
+
+
 def python_with_module(python: str | None, module: str) -> str:
     """The interpreter to use. Raises WrongInput if it cannot be run or lacks the module."""
     chosen = python or sys.executable

@@ -13,6 +13,7 @@ from ingot.base.environment import AS_ONE_PROCESS, ranks
 from ingot.base.errors import EXIT_DONE, WrongInput
 from ingot.base.lazy import importing
 from ingot.base.markers import fingerprint
+from ingot.base.processes import own_python
 from ingot.base.progress import say
 from ingot.base.reports import VerbOutcome
 from ingot.cli.arguments import note_other_run, with_paths
@@ -40,7 +41,7 @@ def do_step(
     if verb == "prepare" and (elsewhere := other_interpreter(recipe)):
         options = [*(["--again"] if again else []), *more]
         return subprocess.run(
-            [elsewhere, "-m", "ingot", verb, *arguments, *options], check=False
+            [*own_python(elsewhere), "-m", "ingot", verb, *arguments, *options], check=False
         ).returncode
     launch = recipe.at(verb).launch
     if step.distributed and launch.nodes > 1 and not is_rank():

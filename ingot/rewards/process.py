@@ -17,6 +17,7 @@ from dataclasses import asdict
 from typing import Any
 
 from ingot.base.errors import WrongInput
+from ingot.base.processes import own_python
 from ingot.config.sections.rewards import RewardSettings
 from ingot.rewards.protocol import RewardFailed, Sample
 
@@ -35,7 +36,7 @@ class ScoringProcess:
         found = os.pathsep.join(path for path in sys.path if path)
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "ingot.rewards.worker", str(writes)],
+                [*own_python(), "-m", "ingot.rewards.worker", str(writes)],
                 stdin=subprocess.PIPE,
                 stdout=sys.stderr.fileno() if _has_descriptor(sys.stderr) else subprocess.DEVNULL,
                 env={**os.environ, "PYTHONPATH": found},

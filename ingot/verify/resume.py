@@ -13,7 +13,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -24,6 +23,7 @@ import torch
 
 from ingot.base.environment import RESOLVED_VARIABLE
 from ingot.base.errors import Failed, WrongInput
+from ingot.base.processes import own_python
 from ingot.base.progress import duration, say
 from ingot.base.runlog import read_lines
 from ingot.base.storage import sha256_file
@@ -59,7 +59,7 @@ RunCommand = Callable[[Sequence[str]], tuple[int, str]]
 def run_ingot(arguments: Sequence[str]) -> tuple[int, str]:
     """Run `ingot ARGUMENTS`, whose recipe is resolved, in a new process."""
     ended = subprocess.run(
-        [sys.executable, "-m", "ingot", *arguments],
+        [*own_python(), "-m", "ingot", *arguments],
         env={**os.environ, RESOLVED_VARIABLE: "1"},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,

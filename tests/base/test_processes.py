@@ -46,3 +46,18 @@ def test_ps_knows_a_process_from_the_next_with_its_id() -> None:
     assert processes.start_by_ps(child.pid) is None, "it is dead, and its parent has not asked"
     child.wait()
     assert processes.start_by_ps(child.pid) is None
+
+
+def test_what_we_start_finds_modules_where_we_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file in somebody's folder takes the place of no library, unless it does here."""
+    (tmp_path / "this.py").write_text("print('a file of mine')")
+    monkeypatch.chdir(tmp_path)
+    run = [*processes.own_python(), "-m", "this"]
+    assert "Zen" in subprocess.check_output(run, text=True)
+    for here in ("", str(tmp_path)):
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "path", [here, *sys.path])
+            run = [*processes.own_python(), "-m", "this"]
+        assert subprocess.check_output(run, text=True) == "a file of mine\n"

@@ -194,12 +194,12 @@ def test_a_dry_run_prints_what_would_be_started(place: Path) -> None:
     )
     assert here.returncode == 0, here.stderr
     assert (
-        f"{sys.executable} -m ingot.launch 2 train r.yaml launch.processes=2 --fresh &\n"
+        f"{sys.executable} -P -m ingot.launch 2 train r.yaml launch.processes=2 --fresh &\n"
         in here.stdout
     )
     detached = ingot("launch", "train", "r.yaml", "launch.detach=true", "--dry-run", cwd=place)
     assert (
-        f"{sys.executable} -m ingot launch train r.yaml launch.detach=true launch.detach=false"
+        f"{sys.executable} -P -m ingot launch train r.yaml launch.detach=true launch.detach=false"
         " --handled &\n" in detached.stdout
     )
     assert (

@@ -1128,4 +1128,12 @@ FAULTS = [
         "a result that finds no room on a full disk is lost, and the exit code says done",
         "tests/base/test_progress.py",
     ),
+    Fault(
+        "file-in-place-of-a-library",
+        "ingot/base/processes.py",
+        '*([] if finds_here else ["-P"])]',
+        "]",
+        "a run works with somebody's random.py or datasets.py in the place of the library",
+        "tests/base/test_processes.py",
+    ),
 ]

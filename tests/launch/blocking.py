@@ -35,7 +35,8 @@ def waiting_on(argv: tuple[str, ...]) -> list[psutil.Process]:
     return [
         process
         for process in psutil.process_iter(["cmdline"])
-        if (process.info["cmdline"] or [])[1:] == command and _in_open(process.pid)
+        if [word for word in (process.info["cmdline"] or [])[1:] if word != "-P"] == command
+        and _in_open(process.pid)
     ]
 
 

@@ -24,6 +24,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ingot.base.errors import IngotError, WrongInput
+from ingot.base.processes import own_python
 from ingot.base.remote.service import EMULATOR
 from ingot.base.storage import is_remote, open_read
 from ingot.config.models.source import (
@@ -74,7 +75,7 @@ class FarSources:
     def look(self, place: str, at: str, **asked: Any) -> None:
         """Start checking the source `place`, which the knob `at` names."""
         process = subprocess.Popen(
-            [sys.executable, "-m", __name__],
+            [*own_python(), "-m", __name__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

@@ -22,7 +22,7 @@ from typing import TextIO
 from ingot.base.environment import HOST_VARIABLE, RESULTS_VARIABLE, host_name, usable_cores
 from ingot.base.errors import Failed
 from ingot.base.heartbeat import Heartbeat, heartbeat_file, read_beats
-from ingot.base.processes import handles_signal, preexec_die_with_parent
+from ingot.base.processes import handles_signal, own_python, preexec_die_with_parent
 from ingot.launch.attempt import NON_FAILURE_CODES, AttemptExit
 from ingot.launch.job import Job
 
@@ -53,7 +53,7 @@ class NodePosition:
 
 def rank_command(job: Job) -> list[str]:
     """The command line of one rank."""
-    return [sys.executable, "-m", "ingot", *job.argv]
+    return [*own_python(), "-m", "ingot", *job.argv]
 
 
 def environment(job: Job) -> dict[str, str]:

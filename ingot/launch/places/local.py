@@ -9,14 +9,13 @@ import os
 import shlex
 import signal
 import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
 from ingot.base.errors import EXIT_DONE, EXIT_STOPPED, EXIT_WRONG_INPUT, Failed, WrongInput
-from ingot.base.processes import machine_id, start_ticks
+from ingot.base.processes import machine_id, own_python, start_ticks
 from ingot.base.progress import say
 from ingot.base.storage import write_atomic
 from ingot.launch.attempt import NON_FAILURE_CODES, StopRequests, follow
@@ -33,13 +32,13 @@ def command(job: Job) -> list[str]:
     return (
         rank_command(job)
         if job.processes == 1
-        else [sys.executable, "-m", "ingot.launch", str(job.processes), *job.argv]
+        else [*own_python(), "-m", "ingot.launch", str(job.processes), *job.argv]
     )
 
 
 def limited(limit_s: float) -> list[str]:
     """What stands before a command to limit its time."""
-    return [sys.executable, "-m", "ingot.launch.limit", f"{limit_s:.15g}"]
+    return [*own_python(), "-m", "ingot.launch.limit", f"{limit_s:.15g}"]
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from ingot.base.environment import usable_cores
 from ingot.base.errors import Failed, WrongInput
-from ingot.base.processes import preexec_die_with_parent
+from ingot.base.processes import own_python, preexec_die_with_parent
 from ingot.base.progress import Progress
 from ingot.config.recipe import Recipe
 from ingot.plan.tracing.records import RankTrace
@@ -81,7 +81,7 @@ class Tracer:
     @staticmethod
     def _start() -> subprocess.Popen[str]:
         return subprocess.Popen(
-            [sys.executable, "-m", "ingot.plan.tracing.workers"],
+            [*own_python(), "-m", "ingot.plan.tracing.workers"],
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ingot.base.errors import Failed, differing
+from ingot.base.processes import own_python
 from ingot.cloud.clients import GoogleClients
 from ingot.cloud.vertex import endpoints
 from ingot.config.serving import RAW, answered, question
@@ -57,7 +57,7 @@ def local_answer(folder: Path, prompt: str, classifies: bool) -> str:
     settings = [] if classifies else [f"max_tokens={TOKENS}", "temperature=0"]
     # Behind `--` a prompt may begin with a dash.
     asked = ["predict", "--", str(folder), prompt, *settings]
-    command = [sys.executable, "-m", "ingot", *asked]
+    command = [*own_python(), "-m", "ingot", *asked]
     try:
         done = subprocess.run(
             command,

@@ -5,7 +5,6 @@ documents, and is stopped in every case.
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from ingot.base.processes import own_python
 from ingot.base.server import ask, running_server
 from ingot.config.recipe import Recipe
 from ingot.data.batches.masking import mask_token
@@ -44,7 +44,7 @@ def server(folder: Path, compute: Compute) -> AbstractContextManager[str]:
     """
     knobs = ("host=127.0.0.1", "port=0", "api_key=null", f"compute={compute}")
     arguments = ["serve", str(folder), *(f"serve.{knob}" for knob in knobs)]
-    return running_server([sys.executable, "-m", "ingot", *arguments])
+    return running_server([*own_python(), "-m", "ingot", *arguments])
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 # train-1
 cd HERE
 export SEEN='a b'
-PYTHON -m ingot.launch.limit 90 PYTHON -m ingot train 'my recipe.yaml' &
+PYTHON -P -m ingot.launch.limit 90 PYTHON -P -m ingot train 'my recipe.yaml' &
 job=$!
 trap "kill -TERM $job" INT TERM HUP
 wait $job

@@ -39,11 +39,15 @@ def _recipe(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_one_process_is_plain_python_and_several_are_started_by_one() -> None:
+def test_one_process_is_plain_python_and_several_are_started_by_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     job = Job("train", ("train", "r.yaml", "train.steps=3"))
-    assert command(job) == [sys.executable, "-m", "ingot", "train", "r.yaml", "train.steps=3"]
+    assert command(job) == [sys.executable, "-P", "-m", "ingot", "train", "r.yaml", "train.steps=3"]
     assert command(dataclasses.replace(job, processes=4)) == [
         sys.executable,
+        "-P",
         "-m",
         "ingot.launch",
         "4",
