@@ -123,6 +123,16 @@ def _cpu_quota(group: Path, files: Sequence[str]) -> int | None:
     return None
 
 
+def threads_asked_for() -> int | None:
+    """The threads that `OMP_NUM_THREADS` asks for, of `4,2` those of the outer level; None where it
+    holds no such number, which OpenMP then passes over.
+    """
+    with contextlib.suppress(ValueError):
+        threads = int(os.environ.get("OMP_NUM_THREADS", "").partition(",")[0])
+        return threads if threads >= 1 else None
+    return None
+
+
 @dataclass(frozen=True)
 class Ranks:
     """This process's rank among the processes of a job; the values of torchrun's variables."""

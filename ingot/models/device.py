@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from ingot.base.environment import processor_name, usable_cores
+from ingot.base.environment import processor_name, threads_asked_for, usable_cores
 from ingot.base.errors import WrongInput
 from ingot.models.nvidia import stated_peak, usage_of
 
@@ -327,8 +327,8 @@ def gpu_usage(device: torch.device) -> dict[str, float]:
 
 
 def use_all_cores(local_world: int) -> None:
-    """Divide the cores among the processes of this machine, unless OMP_NUM_THREADS is set."""
-    if "OMP_NUM_THREADS" not in os.environ:
+    """Divide the cores among the processes of this machine, unless OMP_NUM_THREADS does."""
+    if threads_asked_for() is None:
         cores = usable_cores()
         torch.set_num_threads(max(1, cores // local_world))
 

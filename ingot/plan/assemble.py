@@ -5,12 +5,11 @@ what is to be said of it. No torch: ranks are traced in processes.
 from __future__ import annotations
 
 import importlib.util
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ingot.base.environment import usable_cores
+from ingot.base.environment import threads_asked_for, usable_cores
 from ingot.base.errors import Failed, WrongInput
 from ingot.config.degrees import degrees_of
 from ingot.config.models.source import config_folder, named_config, trained_kind
@@ -224,7 +223,7 @@ def known_coefficients(place: PlannedPlace) -> Coefficients | None:
         return coefficients_of(place.device, place.machine, place.processes)
     if place.type == "cpu" and place.kind == "local":
         cores = usable_cores()
-        threads = int(os.environ.get("OMP_NUM_THREADS") or max(1, cores // place.processes))
+        threads = threads_asked_for() or max(1, cores // place.processes)
         return cpu_coefficients(threads, place.processes)
     return None
 

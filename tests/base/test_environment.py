@@ -13,6 +13,7 @@ from ingot.base.environment import (
     ranks,
     read_dotenv,
     secret,
+    threads_asked_for,
     usable_cores,
 )
 from ingot.base.errors import WrongInput
@@ -34,6 +35,19 @@ def test_a_rank_that_its_job_has_not_is_refused() -> None:
     for variables in ({"RANK": "1"}, {"RANK": "8", "WORLD_SIZE": "8"}, {"RANK": "-1"}):
         with pytest.raises(WrongInput, match=r"is no rank of WORLD_SIZE=.*; start.*unset RANK"):
             ranks(variables)
+
+
+@pytest.mark.parametrize(
+    ("given", "threads"),
+    [("4", 4), (" 4 ", 4), ("4,2", 4), ("", None), ("0", None), ("-2", None), ("all", None)],
+)
+def test_threads_are_asked_for_as_openmp_reads_it(
+    given: str, threads: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", given)
+    assert threads_asked_for() == threads
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert threads_asked_for() is None
 
 
 @pytest.mark.parametrize(("system", "told"), [("linux", "apt install a"), ("darwin", "brew")])

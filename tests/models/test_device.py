@@ -70,6 +70,20 @@ def test_apples_gpu_is_not_computed_on_and_that_is_said(
     assert "training runs on" in found.found
 
 
+@pytest.mark.parametrize(("given", "set_to"), [("4,2", []), ("", [2]), ("all", [2]), (None, [2])])
+def test_ranks_share_the_cores_unless_a_number_of_threads_is_asked_for(
+    given: str | None, set_to: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    monkeypatch.setattr(devices, "usable_cores", lambda: 8)
+    monkeypatch.setenv("OMP_NUM_THREADS", given or "")
+    if given is None:
+        monkeypatch.delenv("OMP_NUM_THREADS")
+    devices.use_all_cores(4)
+    assert chosen == set_to
+
+
 def test_an_accelerator_computes_in_bf16_and_a_cpu_in_fp32_unless_told() -> None:
     assert devices.resolve_compute("auto", TPU) == "bf16"
     assert devices.resolve_compute("auto", torch.device("cpu")) == "fp32"

@@ -5,6 +5,7 @@ say afterwards.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from ingot.base.runfolder import RunFolder
 from ingot.base.runlog import append_line
 from ingot.config.load import dump_recipe
 from ingot.plan.as_json import plain
-from ingot.plan.assemble import RECORDED
+from ingot.plan.assemble import RECORDED, known_coefficients
 from ingot.plan.devices.coefficients import (
     UNMEASURED,
     Coefficients,
@@ -28,6 +29,7 @@ from ingot.plan.devices.coefficients import (
 from ingot.plan.devices.learned import folder, forget, learned_factor
 from ingot.plan.devices.types import device_type
 from ingot.plan.learn import LEAST, learn, undisturbed
+from ingot.plan.place import place_of
 from ingot.plan.ranges import Range
 from tests.cli.commands import ingot
 from tests.small import small_recipe
@@ -55,6 +57,21 @@ def known() -> Coefficients:
     found = cpu_coefficients(2, 1, PROCESSOR)
     assert found is not None
     return found
+
+
+def test_a_plan_counts_on_the_threads_that_openmp_would_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = replace(place_of(small_recipe(tmp_path)), type="cpu", kind="local", device=None)
+    monkeypatch.setattr("ingot.plan.assemble.usable_cores", lambda: 6)
+    counted: list[int] = []
+    monkeypatch.setattr(
+        "ingot.plan.assemble.cpu_coefficients", lambda threads, ranks: counted.append(threads)
+    )
+    for given in ("4,2", "", "all"):
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+        known_coefficients(here)
+    assert counted == [4, 6, 6]
 
 
 def plan_of(world: int = 1, **changed: Any) -> dict[str, Any]:

@@ -19,7 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from ingot.base.environment import HOST_VARIABLE, RESULTS_VARIABLE, host_name, usable_cores
+from ingot.base.environment import (
+    HOST_VARIABLE,
+    RESULTS_VARIABLE,
+    host_name,
+    threads_asked_for,
+    usable_cores,
+)
 from ingot.base.errors import Failed
 from ingot.base.heartbeat import Heartbeat, heartbeat_file, read_beats
 from ingot.base.processes import handles_signal, own_python, preexec_die_with_parent
@@ -59,7 +65,7 @@ def rank_command(job: Job) -> list[str]:
 def environment(job: Job) -> dict[str, str]:
     """Variables added to this process's environment; each rank gets an equal share of the cores."""
     added = dict(job.environment)
-    if job.processes > 1 and "OMP_NUM_THREADS" not in os.environ:
+    if job.processes > 1 and threads_asked_for() is None:
         added.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // job.processes)))
     return added
 

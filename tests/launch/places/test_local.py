@@ -64,8 +64,9 @@ def test_cores_are_shared_out_unless_the_person_did(monkeypatch: pytest.MonkeyPa
     assert environment(Job("train", (), processes=4)) == {"OMP_NUM_THREADS": "2"}
     assert environment(Job("train", (), processes=16)) == {"OMP_NUM_THREADS": "1"}
     assert environment(Job("train", ())) == {}
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert environment(Job("train", (), processes=4)) == {}
+    for given, shared in (("3", {}), ("3,2", {}), ("", {"OMP_NUM_THREADS": "2"})):
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+        assert environment(Job("train", (), processes=4)) == shared
 
 
 def test_render_is_a_script_without_secrets(
