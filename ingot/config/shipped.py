@@ -95,12 +95,14 @@ def resolve(given: str | Path) -> tuple[Path, str | None]:
 
 
 def tell_names(files: Iterable[str]) -> list[str]:
-    """Say which file is read where a name could mean another one; the paths of all."""
-    resolved = [resolve(file) for file in files]
+    """Say which file is read where a name could mean another one; the paths of all, as given where
+    they were paths: without its `./`, `./-r.yaml` would be an option.
+    """
+    resolved = [(file, *resolve(file)) for file in files]
     if "LOCAL_RANK" not in os.environ:
-        for note in [note for _, note in resolved if note]:
+        for note in [note for _, _, note in resolved if note]:
             say(note)
-    return [str(path) for path, _ in resolved]
+    return [file if path == Path(file) else str(path) for file, path, _ in resolved]
 
 
 def suggestion(given: str | Path) -> str:

@@ -8,7 +8,7 @@ import pytest
 
 from ingot.base.errors import WrongInput
 from ingot.config.load import load_recipe
-from ingot.config.shipped import FOLDER, names, resolve, shipped
+from ingot.config.shipped import FOLDER, names, resolve, shipped, tell_names
 
 
 @pytest.fixture(autouse=True)
@@ -32,6 +32,12 @@ def test_a_name_and_a_place_make_a_recipe_in_an_empty_folder() -> None:
 @pytest.mark.parametrize("given", ["./quickstart", "my/quickstart.yaml", "quickstart.yaml", "."])
 def test_a_path_is_a_path(given: str) -> None:
     assert resolve(given) == (Path(given), None)
+
+
+def test_commands_get_paths_for_names_and_paths_as_given() -> None:
+    """What begins with a dash is an option without its `./`."""
+    given = ["./-r.yaml", "./t5_small", "my//r.yaml"]
+    assert tell_names([*given, "quickstart"]) == [*given, str(FOLDER / "quickstart.yaml")]
 
 
 def test_what_a_name_could_mean_beside_is_told(here: Path) -> None:
