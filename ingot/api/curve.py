@@ -8,7 +8,8 @@ import sys
 import time
 from typing import Any
 
-from ingot.api.run import StepMetrics, in_notebook
+from ingot.api.run import StepMetrics
+from ingot.api.verb import in_notebook
 from ingot.report.formatting import rounded, short
 
 WIDTH, HEIGHT, MARGIN = 640, 220, 44

@@ -7,33 +7,19 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
-import signal
-import subprocess
-import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ingot.base.errors import (
-    EXIT_DONE,
-    EXIT_KEEP,
-    EXIT_STOPPED,
-    EXIT_WRONG_INPUT,
-    Failed,
-    IngotError,
-    Stopped,
-    WrongInput,
-)
-from ingot.base.processes import preexec_die_with_parent
+from ingot.api.verb import VerbProcess, for_python
+from ingot.base.errors import WrongInput
 from ingot.base.runfolder import SET_ASIDE, RunFolder
 from ingot.base.runlog import AppendedLines
-from ingot.config.load import load_recipe, split_arguments
+from ingot.config.inputs import RecipeInputs, own_inputs
+from ingot.config.load import checked, read_values, split_arguments
 from ingot.config.recipe import Recipe
 from ingot.config.shipped import resolve, tell_names
 from ingot.report.results import (
@@ -52,8 +38,6 @@ if TYPE_CHECKING:
     from ingot.api.model import Model
 
 POLL_S = 0.1
-OPTION = re.compile(r"--(fresh|again)\b")
-"""The options of verbs that are arguments of their methods."""
 
 
 @dataclass(frozen=True)
@@ -113,17 +97,11 @@ def load(*recipe: str | Path, quiet: bool = False, **knobs: Any) -> Run:
     files = [os.path.expanduser(file) for file in files]
     paths = [str(resolve(file)[0]) for file in files] if quiet else tell_names(files)
     try:
-        recipe_read = load_recipe(paths, overrides)
+        inputs = own_inputs(Path(".env"))
+        recipe_read = checked(read_values(paths, overrides, inputs))
     except WrongInput as error:
-        raise WrongInput(_for_python(str(error))) from None
-    return Run(recipe_read, [*paths, *overrides], quiet=quiet)
-
-
-def _for_python(message: str) -> str:
-    """A verb's message as its caller in Python can act on it: options are arguments here, and what
-    overrides a recipe was typed on no command line.
-    """
-    return OPTION.sub(r"\1=True", message.replace("` on the command line", "`"))
+        raise WrongInput(for_python(str(error))) from None
+    return Run(recipe_read, [*paths, *overrides], inputs, quiet=quiet)
 
 
 def _typed(value: Any) -> str:
@@ -144,12 +122,20 @@ def _plain(value: object) -> Any:
 
 class Run:
     """A recipe with its run folder; `load` makes it. What is done and unchanged is not done again,
-    whoever did it: results come from the run folder.
+    whoever did it: results come from the run folder. What is done is the recipe as it was loaded:
+    a file that changes later is told, and is read by the next `load`.
     """
 
-    def __init__(self, recipe: Recipe, arguments: Sequence[str], *, quiet: bool = False) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        arguments: Sequence[str],
+        inputs: RecipeInputs,
+        *,
+        quiet: bool = False,
+    ) -> None:
         self.recipe, self._arguments, self._quiet = recipe, tuple(arguments), quiet
-        self._here = Path.cwd()
+        self._inputs, self._here = inputs, Path.cwd()
 
     def __repr__(self) -> str:
         return f"<ingot run {self.recipe.name} in {self.folder.root}>"
@@ -206,7 +192,7 @@ class Run:
             ...     print(step.step, step.loss)
         """
         lines = _from_now_on(self.folder)
-        verb = _Verb("train", [*self._arguments, *["--fresh"] * fresh], self._here, self._quiet)
+        verb = self._verb("train", ["--fresh"] * fresh)
         with verb:
             yield from _logged(lines, verb)
         verb.result()
@@ -221,6 +207,10 @@ class Run:
 
         return Model(self.folder.root)
 
+    def _verb(self, name: str, options: Sequence[str]) -> VerbProcess:
+        arguments = [*self._arguments, *options]
+        return VerbProcess(name, arguments, self._here, self._inputs, quiet=self._quiet)
+
     def _do(
         self,
         kind: type[Result],
@@ -233,7 +223,7 @@ class Run:
     def _told(self, verb: str, options: Sequence[str], on_step: OnStep | None) -> dict[str, Any]:
         # Logs may be long: they are read for whoever wants to know, and for nobody else.
         lines = None if on_step is None else _from_now_on(self.folder)
-        with _Verb(verb, [*self._arguments, *options], self._here, self._quiet) as started:
+        with self._verb(verb, options) as started:
             for step in _logged(lines, started):
                 if on_step is not None:
                     on_step(step)
@@ -242,102 +232,7 @@ class Run:
         return started.result()
 
 
-class _Verb:
-    """A verb that runs. Its messages are passed on, but for those of an error, which `result`
-    raises. Left early, it is interrupted and waited for.
-    """
-
-    def __init__(self, verb: str, arguments: Sequence[str], here: Path, quiet: bool) -> None:
-        self.name, self._quiet, self._error = verb, quiet, list[str]()
-        self._out: list[str] = []
-        command = [sys.executable, "-m", "ingot", verb, *arguments, "--json"]
-        started: Future[subprocess.Popen[str]] = Future()
-        # The kernel ends it with the thread that starts it, and whoever asks for the first step of
-        # a training may be one that ends before: this one reads to the end.
-        self._readers = [
-            threading.Thread(target=self._keep, args=(command, here, started), daemon=True)
-        ]
-        self._readers[0].start()
-        self._process = started.result()
-
-    def _keep(self, command: list[str], here: Path, started: Future[subprocess.Popen[str]]) -> None:
-        """Start the process and read its result until it is over."""
-        try:
-            # A session of its own: Ctrl-C reaches it once, from `__exit__`.
-            process = subprocess.Popen(
-                command,
-                cwd=here,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                encoding="utf-8",
-                errors="replace",
-                start_new_session=True,
-                preexec_fn=preexec_die_with_parent(signal.SIGTERM),
-            )
-        except BaseException as error:  # whatever keeps it from starting is for the one who asked
-            started.set_exception(error)
-            return
-        started.set_result(process)
-        assert process.stdout is not None
-        self._out += list(process.stdout)
-        process.wait()
-
-    def __enter__(self) -> _Verb:
-        self._readers.append(threading.Thread(target=self._pass_on, daemon=True))
-        self._readers[-1].start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None:
-            self._process.send_signal(signal.SIGINT)
-        try:
-            self._process.wait()
-        except KeyboardInterrupt:
-            self._process.send_signal(signal.SIGINT)
-            self._process.wait()
-            raise
-        for reader in self._readers:
-            reader.join()
-
-    def over(self) -> bool:
-        return self._process.poll() is not None
-
-    def result(self) -> dict[str, Any]:
-        """What the verb printed, once it is over.
-
-        Raises:
-            WrongInput, Failed, Stopped: as the verb ended, with its message.
-        """
-        code = self._process.returncode
-        if code in (EXIT_DONE, EXIT_KEEP):
-            told: dict[str, Any] = json.loads("".join(self._out))
-            return told
-        raise _error(self.name, code, "".join(self._error).strip().removeprefix("error: "))
-
-    def _pass_on(self) -> None:
-        assert self._process.stderr is not None
-        for line in self._process.stderr:
-            if self._error or line.startswith(("error: ", "stopped by ")):
-                self._error.append(line)
-            elif not self._quiet:
-                # What goes to stderr in a notebook stands in the colour of errors.
-                shown = sys.stdout if in_notebook() else sys.stderr
-                shown.write(line)
-                shown.flush()
-
-
-def _error(verb: str, code: int, message: str) -> IngotError:
-    message = _for_python(message) or f"{verb} ended with exit code {code}"
-    if code == EXIT_WRONG_INPUT:
-        return WrongInput(message)
-    if code == EXIT_STOPPED or message.startswith("stopped by "):
-        return Stopped(message, signum=signal.SIGINT, committed=code == EXIT_STOPPED)
-    return Failed(message)
-
-
-def _logged(lines: _LoggedLines | None, verb: _Verb) -> Iterator[StepMetrics]:
+def _logged(lines: _LoggedLines | None, verb: VerbProcess) -> Iterator[StepMetrics]:
     """What is logged until the verb is over; without `lines`, only wait for it."""
     while True:
         over = verb.over()  # asked before reading, so that nothing is missed
@@ -390,9 +285,3 @@ class _LoggedLines:
             return []
         self.given.add(known)
         return [StepMetrics(step, {k: math.nan if v is None else v for k, v in value.items()})]
-
-
-def in_notebook() -> bool:
-    """Whether this process is a notebook's kernel."""
-    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
-    return getattr(shell, "kernel", None) is not None

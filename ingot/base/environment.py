@@ -37,6 +37,10 @@ RESOLVED_VARIABLE = "RECIPE_IS_RESOLVED"
 """The variable that tells a child process that its recipe is resolved: what `.env` and `INGOT_*`
 variables set is in it, or was overridden by what was typed, and must not be set once more.
 """
+LOADED_VARIABLE = "RECIPE_AS_LOADED"
+"""The variable that tells a verb of a `Run` the file that holds what `ingot.load` read: that is
+done, whatever the recipe's files, `.env` and variables say by now.
+"""
 
 AS_ONE_PROCESS = "unset RANK WORLD_SIZE LOCAL_RANK"
 """What to do about the variables of ranks that a shell kept and nobody meant."""

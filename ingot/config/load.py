@@ -13,13 +13,14 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from ingot.base.environment import RESOLVED_VARIABLE, holds_secret, read_dotenv
+from ingot.base.environment import holds_secret
 from ingot.base.errors import WrongInput
 from ingot.base.progress import say
 from ingot.config.documents import MERGE, Constructor, compose, dump, typed_value
+from ingot.config.inputs import PREFIX, RecipeInputs, own_inputs
 from ingot.config.knobs import all_knobs, changed_values, free_mappings, nearest_knob
 from ingot.config.recipe import Recipe
-from ingot.config.shipped import resolve, suggestion, tell_names
+from ingot.config.shipped import tell_names
 from ingot.config.values import (
     MISSING,
     KeyPath,
@@ -33,7 +34,6 @@ from ingot.config.values import (
     set_value,
 )
 
-PREFIX = "INGOT_"
 WHOLE = ("run", "submit")
 """Verbs that run all steps."""
 STEP_KNOBS = {
@@ -79,8 +79,7 @@ def read_with_origins(arguments: Sequence[str], verb: str | None = None) -> tupl
         )
     if named := [file for file in files if not (os.path.isfile(file) and Path(file).suffix)]:
         tell_names(named)
-    environ, dotenv = _outside_of_recipe(Path(".env"))
-    raw = read_values(files, overrides, environ=environ, dotenv=dotenv, verb=verb)
+    raw = read_values(files, overrides, own_inputs(Path(".env")), verb=verb)
     recipe = checked(raw)
     if verb is not None and "LOCAL_RANK" not in os.environ:
         for name in recipe.launch.environment:
@@ -96,13 +95,6 @@ def read_with_origins(arguments: Sequence[str], verb: str | None = None) -> tupl
                     " launch.secrets (ssh, Slurm) or in cloud.secrets"
                 )
     return recipe, raw
-
-
-def _outside_of_recipe(dotenv: Path | None) -> tuple[Mapping[str, str], Path | None]:
-    """The variables, and the `.env`, that may set knobs of this process: none where its recipe is
-    resolved.
-    """
-    return ({}, None) if RESOLVED_VARIABLE in os.environ else (os.environ, dotenv)
 
 
 def _check_values_given(files: Sequence[str]) -> None:
@@ -137,9 +129,8 @@ def load_recipe(
             unknown; or, for verbs that run all steps, the step whose own value hides a `launch`
             override.
     """
-    if environ is None:
-        environ, dotenv = _outside_of_recipe(dotenv)
-    return checked(read_values(files, overrides, environ=environ, dotenv=dotenv, verb=verb))
+    inputs = own_inputs(dotenv) if environ is None else RecipeInputs.of(environ, dotenv)
+    return checked(read_values(files, overrides, inputs, verb=verb))
 
 
 class RecipeErrors(WrongInput):
@@ -185,9 +176,8 @@ def without_errors(values: Values) -> tuple[Recipe | None, set[str]]:
 def read_values(
     files: Sequence[str | Path],
     overrides: Sequence[str],
+    inputs: RecipeInputs,
     *,
-    environ: Mapping[str, str],
-    dotenv: Path | None,
     verb: str | None,
 ) -> Values:
     """The merged raw values, not validated."""
@@ -199,13 +189,11 @@ def read_values(
         _type_into_steps(values, path, value, where, verb)
 
     for file in files:
-        _merge_file(values, Path(file) if os.path.isfile(file) else resolve(file)[0])
-    from_dotenv = read_dotenv(dotenv, PREFIX) if dotenv is not None and dotenv.is_file() else {}
-    for place, variables in ((f"{dotenv}: ", from_dotenv), ("$", environ)):
+        path = inputs.path(file)
+        _merge_file(values, inputs.text(path), path)
+    for place, variables in ((f"{inputs.dotenv_file}: ", inputs.dotenv), ("$", inputs.environ)):
         for name in sorted(variables):  # so that INGOT_TRAIN comes before INGOT_TRAIN__STEPS
-            if name.startswith(PREFIX):
-                where = f"{place}{name}"
-                type_in(_names(name[len(PREFIX) :]), variables[name], where)
+            type_in(_names(name[len(PREFIX) :]), variables[name], f"{place}{name}")
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals or not key:
@@ -286,21 +274,7 @@ def _scalar(text: str, where: str) -> Any:
         raise WrongInput(f"{where}: the value is not YAML; put quotes around it") from None
 
 
-def _merge_file(values: Values, path: Path) -> None:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise WrongInput(f"recipe {path} does not exist; {suggestion(path)}") from None
-    except IsADirectoryError:
-        raise WrongInput(f"recipe {path} is a folder; give the recipe.yaml in it") from None
-    except UnicodeDecodeError as error:
-        raise WrongInput(
-            f"recipe {path} is not UTF-8 (byte {error.start}); save it as UTF-8"
-        ) from None
-    except OSError as error:
-        raise WrongInput(
-            f"recipe {path} cannot be read ({error.strerror}); check the path and its permissions"
-        ) from None
+def _merge_file(values: Values, text: str, path: Path) -> None:
     try:
         _merge_text(values, text, path)
     except RecursionError:

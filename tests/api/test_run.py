@@ -8,7 +8,6 @@ import json
 import math
 import subprocess
 import sys
-import threading
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,14 +17,13 @@ import pytest
 
 import ingot
 from ingot.api.curve import LiveCurve
-from ingot.api.run import Run, StepMetrics, _from_now_on, _LoggedLines, _Verb
+from ingot.api.run import Run, StepMetrics, _from_now_on, _LoggedLines
 from ingot.base.reports import read_report
 from ingot.base.runfolder import RunFolder
 from ingot.base.runlog import JsonLines, append_line, read_lines
 from ingot.cli.output import plain
-from ingot.config.load import dump_recipe
+from ingot.config.load import dump_recipe, load_recipe
 from ingot.report.results import RESULTS, RunResult, StepResult
-from tests import forkedmain
 from tests.cli.commands import clean_environment
 from tests.cli.commands import ingot as command
 from tests.small import small_recipe, write_documents
@@ -146,6 +144,35 @@ def test_knobs_and_overrides_reach_the_verb(done: Done) -> None:
     assert "steps: 7" in run.folder.recipe.read_text()
 
 
+def test_what_was_loaded_is_what_is_done(
+    done: Done, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A sweep that writes one file again and again, and trains afterwards."""
+    monkeypatch.chdir(tmp_path)
+    one, dotenv = Path("sweep.yaml"), Path(".env")
+    said = done.recipe.read_text(encoding="utf-8")
+
+    def load(number: int) -> Run:
+        one.write_text(f"{said.replace('name: small', f'name: sweep{number}')}", encoding="utf-8")
+        monkeypatch.setenv("INGOT_TRAIN__STEPS", str(number))
+        dotenv.write_text(f"INGOT_SEED={number}\n", encoding="utf-8")
+        return ingot.load("sweep.yaml")
+
+    runs = [load(number) for number in (1, 2)]
+    runs[1].ingest()
+    assert "since the run was loaded" not in capsys.readouterr().err
+    for path in (one, dotenv):
+        path.unlink()
+    monkeypatch.setenv("INGOT_TRAIN__STEPS", "nonsense")
+    assert runs[0].ingest().run == tmp_path / runs[0].folder.root
+    for number, run in enumerate(runs, start=1):
+        did = load_recipe([run.folder.recipe], environ={}, dotenv=None)
+        assert did == run.recipe
+        assert (did.name, did.seed, did.train.steps) == (f"sweep{number}", number, number)
+    changed = f"note: {one.absolute()}, .env, $INGOT_TRAIN__STEPS changed since the run was loaded"
+    assert changed in capsys.readouterr().err
+
+
 def test_errors_are_exceptions_with_the_command_lines_words(
     done: Done, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -184,22 +211,6 @@ def test_leaving_the_loop_stops_the_training_with_a_checkpoint(done: Done) -> No
     other = ingot.load(done.recipe, name="left", train__steps=100_000, seed=3, quiet=True)
     with pytest.raises(ingot.WrongInput, match=r"seed 0 -> 3; .* or start over with fresh=True \("):
         other.train()
-
-
-def test_a_verb_goes_on_when_the_thread_that_began_it_ends(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """As the training of `steps()` whose first one was asked for in a thread of its own."""
-    monkeypatch.setattr(forkedmain, "is_program", lambda args: False)  # a real interpreter
-    begun: list[_Verb] = []
-    thread = threading.Thread(
-        target=lambda: begun.append(_Verb("recipes", [], Path.cwd(), quiet=True))
-    )
-    thread.start()
-    thread.join()
-    with begun[0] as verb:
-        pass
-    assert verb.result()["recipes"]
 
 
 def test_a_training_that_rolls_back_is_told_each_line_once(tmp_path: Path) -> None:

@@ -278,9 +278,9 @@ FAULTS = [
     ),
     Fault(
         "environment-over-a-resolved-recipe",
-        "ingot/config/load.py",
-        "return ({}, None) if RESOLVED_VARIABLE in os.environ else (os.environ, dotenv)",
-        "return os.environ, dotenv",
+        "ingot/config/inputs.py",
+        "if RESOLVED_VARIABLE in os.environ:",
+        "if False:",
         "a resolved recipe is changed once more by `.env` and by variables",
         "tests/config/test_load.py",
     ),
