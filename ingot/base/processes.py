@@ -36,6 +36,13 @@ def die_with_parent(parent: int, signum: int = signal.SIGKILL) -> None:
         os.kill(os.getpid(), signum)
 
 
+def hear_of_children() -> None:
+    """Let this process, which starts others, hear how they end. It may have inherited that SIGCHLD
+    is ignored: the kernel then tells of no child how it ended, and Python that it ended well.
+    """
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
+
 def handles_signal(process: int, number: int) -> bool:
     """Whether a process has a handler for a signal; False if the kernel does not say."""
     with contextlib.suppress(OSError, ValueError):

@@ -17,8 +17,10 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _stop)
+    from ingot.base.processes import hear_of_children
     from ingot.cli.app import main as run
 
+    hear_of_children()
     run()
 
 

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from types import FrameType
 
+from ingot.base.processes import hear_of_children
 from ingot.launch.attempt import STOP_SIGNALS
 
 KILL_AFTER_S = 60.0
@@ -31,6 +32,7 @@ class LimitedCommand:
         self._process: subprocess.Popen[bytes] | None = None
         self._asked: list[int] = []
         self._is_late = False
+        hear_of_children()
         for each in (*STOP_SIGNALS, signal.SIGALRM):
             signal.signal(each, self._hand_on)
         self._process = subprocess.Popen(command)

@@ -1,8 +1,12 @@
-"""Telling machines and processes apart, also where there is no /proc, as on macOS."""
+"""Telling machines and processes apart, also where there is no /proc, as on macOS; and hearing how
+those that one starts end.
+"""
 
 from __future__ import annotations
 
+import importlib
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,6 +15,8 @@ from pathlib import Path
 import pytest
 
 from ingot.base import processes
+from ingot.launch.limit import LimitedCommand
+from ingot.launch.places.local import JobExit
 
 
 @pytest.fixture
@@ -61,3 +67,54 @@ def test_what_we_start_finds_modules_where_we_do(
             patch.setattr(sys, "path", [here, *sys.path])
             run = [*processes.own_python(), "-m", "this"]
         assert subprocess.check_output(run, text=True) == "a file of mine\n"
+
+
+@pytest.fixture
+def children_ignored() -> Iterator[None]:
+    """As whoever started this process may have left it."""
+    numbers = (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+    before = {number: signal.getsignal(number) for number in (*numbers, signal.SIGALRM)}
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def _failing_child() -> int:
+    return subprocess.run(["false"], check=False).returncode
+
+
+@pytest.mark.usefixtures("children_ignored")
+@pytest.mark.parametrize(
+    ("main", "starts"),
+    [
+        ("ingot.cli.start", "ingot.cli.app.main"),
+        ("ingot.launch.__main__", "ingot.launch.__main__.foreground"),
+        ("ingot.launch.node.main", "ingot.launch.node.main.run_node"),
+    ],
+)
+def test_a_program_that_starts_others_hears_how_they_end(
+    main: str, starts: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a training all of whose ranks failed exits with 0."""
+    assert _failing_child() == 0, "what it would hear"
+    heard = list[int]()
+
+    def start(*_: object, **__: object) -> JobExit:
+        heard.append(_failing_child())
+        return JobExit(heard[0], 0)
+
+    program = importlib.import_module(main)
+    monkeypatch.setattr(starts, start)
+    typed = ["--", "train"] if "node" in main else ["1", "train"]
+    monkeypatch.setattr("sys.argv", ["program", *typed])
+    for stream in ("stdout", "stderr"):  # given others where nobody may read them
+        monkeypatch.setattr(f"sys.{stream}", getattr(sys, stream))
+    program.main()
+    assert heard == [1]
+
+
+@pytest.mark.usefixtures("children_ignored")
+def test_a_limited_command_ends_as_it_does() -> None:
+    assert LimitedCommand(["false"], 60).wait() == 1
+    signal.setitimer(signal.ITIMER_REAL, 0)

@@ -26,6 +26,7 @@ from types import FrameType
 import ingot
 from ingot.base.environment import NODE_VARIABLE, RESOLVED_VARIABLE, take_env_file
 from ingot.base.errors import EXIT_DONE, EXIT_FAILED, Failed, IngotError, WrongInput
+from ingot.base.processes import hear_of_children
 from ingot.base.progress import open_closed_streams, outlive_reader, say
 from ingot.cloud.clients import GoogleClients
 from ingot.cloud.secrets import resolve_secrets
@@ -54,6 +55,7 @@ CLUSTER_SPEC = "CLUSTER_SPEC"
 def main() -> int:
     open_closed_streams()
     outlive_reader()
+    hear_of_children()
     options = _parser().parse_args()
     argv = tuple(options.argv[1:] if options.argv[:1] == ["--"] else options.argv)
     try:
