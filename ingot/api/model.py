@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numbers
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +35,8 @@ class TokenLogprob:
 
 
 class Model:
-    """A model folder, or the run folder of a trained one; weights are loaded at once.
+    """A model folder, or the run folder of a trained one; weights are loaded at once. Several
+    threads may ask it: it answers them in turn.
 
     Examples:
         >>> model = ingot.Model("runs/quickstart")
@@ -46,11 +49,21 @@ class Model:
     def __init__(self, folder: str | Path, *, any_template: bool = True) -> None:
         """`any_template`: also load a chat model whose template was replaced since its training."""
         given = Path(folder).expanduser()
+        if given.is_file():
+            raise WrongInput(f"{given} is a file; give the folder that it is in, {given.parent}")
         self.folder = model_folder(given)
         if doubt := earlier_model(RunFolder(given)):
             say(f"note: {doubt}")
         self._loaded = load(self.folder, any_template=any_template)
         self.kind, self.tokenizer = self._loaded.kind, self._loaded.tokenizer
+        self._alone = threading.Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_alone"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._alone = threading.Lock()
 
     def __repr__(self) -> str:
         return f"<ingot model {self.folder}, {self.kind}>"
@@ -72,7 +85,7 @@ class Model:
         """
         if self.kind != "encoder":
             raise WrongInput(f"{self.folder} is of kind {self.kind}; scores are for classifiers")
-        return predict_locally(self._loaded, text, PredictOptions())[1]
+        return self._predict(text, PredictOptions())[1]
 
     def logprobs(self, text: str) -> list[TokenLogprob]:
         """The log-probability of each token of a text, special tokens at its beginning included.
@@ -94,7 +107,7 @@ class Model:
         device = model.head_weight.device
         tokens = torch.tensor([ids], device=device)  # [1, T]
         places = torch.arange(len(ids), device=device).expand_as(tokens)
-        with torch.no_grad():
+        with self._loaded.fewest_threads(), torch.no_grad():
             logits = model.logits(model.hidden(tokens, places))[0, :-1].float()  # [T - 1, V]
             found = logits.log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0].tolist()
         return [
@@ -112,6 +125,22 @@ class Model:
         options["stop"] = (stop,) if isinstance(stop, str) else tuple(stop or ())
         if "" in options["stop"]:
             raise WrongInput("stop has an empty text, which every answer begins with; leave it out")
-        chosen = PredictOptions(**options)
+        chosen = PredictOptions(**{name: _plain(value) for name, value in options.items()})
         chosen.check(self.kind)
-        return predict_locally(self._loaded, prompt, chosen)[0]
+        return self._predict(prompt, chosen)[0]
+
+    def _predict(
+        self, prompt: str | Sequence[Message], options: PredictOptions
+    ) -> tuple[str, dict[str, float]]:
+        # A sequence-to-sequence model has hooks of one text in its layers while it answers.
+        with self._alone:
+            return predict_locally(self._loaded, prompt, options)
+
+
+def _plain(value: object) -> object:
+    """numpy's numbers as Python's, which they are as good as."""
+    if isinstance(value, bool | int | float):
+        return value
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    return float(value) if isinstance(value, numbers.Real) else value

@@ -126,7 +126,8 @@ def predict_locally(
     `options.chat` is set. Raises Failed where logits are not finite.
     """
     check_characters("the prompt", prompt)
-    text, scores = _answer(loaded, prompt, options)
+    with loaded.fewest_threads():
+        text, scores = _answer(loaded, prompt, options)
     if text is None:
         raise Failed(
             "the model's numbers are not finite on this prompt; it was not trained to the end, or"

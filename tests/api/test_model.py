@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pickle
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tokenizers
 
@@ -11,6 +14,8 @@ import ingot
 from ingot.api.curve import LiveCurve
 from ingot.api.run import StepMetrics
 from ingot.config.models.lineage import LINEAGE
+from ingot.serve import predict
+from ingot.serve.native.model import LoadedModel
 from tests.cli.commands import ingot as command
 from tests.cli.tiny_model import write_model
 from tests.lazy import lazy
@@ -97,6 +102,45 @@ def test_no_text_to_stop_at_is_none(model: ingot.Model) -> None:
     assert model.generate("a", max_tokens=4, stop=[]) == written
 
 
+def test_numbers_of_numpy_are_numbers(model: ingot.Model) -> None:
+    plain = model.generate("the mould", max_tokens=4, temperature=0.5, top_p=1, seed=3)
+    as_numpy = {"max_tokens": np.int64(4), "temperature": np.float32(0.5), "seed": np.uint8(3)}
+    assert model.generate("the mould", top_p=np.float64(1), **as_numpy) == plain
+    with pytest.raises(ingot.WrongInput, match="give a whole number"):
+        model.generate("the mould", max_tokens=np.float32(4.5))
+
+
+def test_threads_are_answered_in_turn_and_the_process_keeps_its_own(
+    model: ingot.Model, folder: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None
+) -> None:
+    """A sequence-to-sequence model that two threads ask at once mixes up their texts; and a small
+    one, which answers soonest with one thread of torch's, would leave the process one for good.
+    """
+    seen = list[tuple[bool, int]]()
+
+    def answer(loaded: LoadedModel, *_: object) -> tuple[str, dict[str, float]]:
+        alone = asked._alone.locked(), torch.get_num_threads()
+        seen.append(alone)
+        return "", {}
+
+    torch.set_num_threads(2)
+    asked = ingot.Model(folder)
+    assert torch.get_num_threads() == 2
+    monkeypatch.setattr(predict, "_answer", answer)
+    asked.kind = "encoder"  # which alone has scores
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(asked.scores, "a").result()
+        assert asked.generate("a") == ""
+        assert pool.submit(torch.get_num_threads).result() == 2
+    assert seen == [(True, 1)] * 2
+    assert torch.get_num_threads() == 2
+
+
+def test_a_copy_of_a_model_answers_as_it_does(model: ingot.Model) -> None:
+    copy = pickle.loads(pickle.dumps(model))
+    assert copy.generate("the mould", max_tokens=4) == model.generate("the mould", max_tokens=4)
+
+
 def test_a_home_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(folder.parent))
     assert ingot.Model(f"~/{folder.name}").folder == folder
@@ -105,6 +149,9 @@ def test_a_home_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_folder_that_is_no_model(tmp_path: Path) -> None:
     with pytest.raises(ingot.WrongInput):
         ingot.Model(tmp_path)
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(ingot.WrongInput, match="is a file; give the folder that it is in"):
+        ingot.Model(tmp_path / "model.safetensors")
 
 
 def test_a_curve_shows_the_last_values() -> None:

@@ -1184,4 +1184,20 @@ FAULTS = [
         "where SIGCHLD is ignored, a training exits with 0 although every rank of it failed",
         "tests/base/test_processes.py",
     ),
+    Fault(
+        "two-threads-one-model",
+        "ingot/api/model.py",
+        "        with self._alone:\n            return predict_locally",
+        "        if True:\n            return predict_locally",
+        "two threads that ask a sequence-to-sequence model get texts of each other's",
+        "tests/api/test_model.py",
+    ),
+    Fault(
+        "a-small-model-takes-the-threads",
+        "ingot/serve/native/compute.py",
+        "            torch.set_num_threads(self._before)\n",
+        "            pass\n",
+        "a small model that answered once leaves a notebook one thread for good",
+        "tests/api/test_model.py",
+    ),
 ]

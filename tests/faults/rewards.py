@@ -59,9 +59,9 @@ FAULTS = [
     ),
     Fault(
         "classifier-takes-the-threads",
-        "ingot/serve/native/reward.py",
-        "        torch.set_num_threads(threads)  # those of the training\n",
-        "",
+        "ingot/serve/native/model.py",
+        "    return LoadedModel(\n",
+        "    torch.set_num_threads(1)\n    return LoadedModel(\n",
         "a small classifier leaves the training one thread",
         "tests/serve/native/test_reward.py",
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from pathlib import Path
 from typing import Literal
 
@@ -19,6 +20,31 @@ ONE_THREAD_WEIGHTS = 20_000_000
 """Matrix products of models with fewer weights finish before a second thread wakes up; on a shared
 machine, waiting for that thread takes many times longer than the product.
 """
+
+
+class OneThread:
+    """While entered, torch computes with one thread; afterwards with as many as before, in every
+    thread that was inside: the process has other work than answers.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._inside, self._before = threading.Lock(), 0, 1
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._inside:
+                self._before = torch.get_num_threads()
+            self._inside += 1
+            torch.set_num_threads(1)
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            torch.set_num_threads(self._before)
+
+
+ONE_THREAD = OneThread()
+"""One for all models of a process, as the number is."""
 
 
 def serving_compute(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import threading
@@ -42,7 +43,7 @@ from ingot.serve.native.causal import (
     load_causal_model,
     load_text_encoder,
 )
-from ingot.serve.native.compute import ONE_THREAD_WEIGHTS, serving_compute
+from ingot.serve.native.compute import ONE_THREAD, ONE_THREAD_WEIGHTS, serving_compute
 from ingot.serve.native.embedding import (
     Embedder,
     EmbeddingRequest,
@@ -75,7 +76,8 @@ class LoadedModel:
 
     `created`: when the folder was made, seconds since the epoch. `prefix` is put before every
     source of a sequence-to-sequence model, as in training. `packed`: see `pack_weights`. `base`:
-    as in `CheckedFolder`. `compute`: what answers are computed in.
+    as in `CheckedFolder`. `compute`: what answers are computed in. `one_thread`: it is so small
+    that one thread answers soonest; how many there are is for the owner of the process to set.
     """
 
     model: AnyModel | CausalModel
@@ -87,6 +89,7 @@ class LoadedModel:
     packed: bool = False
     base: Path | None = None
     compute: Compute = "fp32"
+    one_thread: bool = False
 
     @functools.cached_property
     def most_characters(self) -> int:
@@ -117,6 +120,10 @@ class LoadedModel:
         """How many tokens an answer of a sequence-to-sequence model may have."""
         assert isinstance(self.model, Seq2Seq)
         return self.model.config.target_positions
+
+    def fewest_threads(self) -> contextlib.AbstractContextManager[None]:
+        """To be entered while the model answers in a process that has other work, too."""
+        return ONE_THREAD if self.one_thread else contextlib.nullcontext()
 
     def generator(
         self, max_rows: int, prefix_cache_mb: int = 0, *, eager: bool = False
@@ -274,8 +281,7 @@ def load(
         if packed
         else (parameter.numel() for parameter in model.parameters())
     )
-    if device.type == "cpu" and sum(counts) < ONE_THREAD_WEIGHTS:
-        torch.set_num_threads(1)
+    one_thread = device.type == "cpu" and sum(counts) < ONE_THREAD_WEIGHTS
     return LoadedModel(
         model,
         checked.tokenizer,
@@ -286,6 +292,7 @@ def load(
         packed,
         checked.base,
         compute,
+        one_thread,
     )
 
 
@@ -300,7 +307,10 @@ def load_in_a_thread(folder: Path, **options: Any) -> LoadedModel:
 
     def work() -> None:
         try:
-            outcome.set_result(load(folder, **options))
+            loaded = load(folder, **options)
+            if loaded.one_thread:
+                torch.set_num_threads(1)  # the process has no other work
+            outcome.set_result(loaded)
         except BaseException as error:
             outcome.set_exception(error)
 

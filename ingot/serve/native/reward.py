@@ -7,8 +7,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
 from ingot.base.errors import WrongInput
 from ingot.base.runfolder import model_folder
 from ingot.config.models.content import LABELS
@@ -33,9 +31,7 @@ class ClassifierScore:
 
     def __init__(self, settings: ClassifierReward) -> None:
         self._settings = settings
-        threads = torch.get_num_threads()
         self._loaded = load(model_folder(Path(settings.model)), any_template=True)
-        torch.set_num_threads(threads)  # those of the training
         name = settings.class_name
         self._place = 0 if name is None else labels_of(settings).index(name)
 
