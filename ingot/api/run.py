@@ -105,11 +105,20 @@ def load(*recipe: str | Path, quiet: bool = False, **knobs: Any) -> Run:
 
 
 def _typed(value: Any) -> str:
-    """A value as it is typed on a command line: JSON, which is YAML; paths are texts."""
+    """A value as it is typed on a command line: JSON, which is YAML where the letters that YAML
+    folds or refuses are escaped; paths are texts.
+    """
     try:
-        return json.dumps(value, default=_plain, ensure_ascii=False, allow_nan=False)
+        typed = json.dumps(value, default=_plain, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RuntimeError) as error:
         raise WrongInput(f"{value!r} is no value of a knob ({error}); give what YAML has") from None
+    return "".join(map(_escaped, typed))
+
+
+def _escaped(letter: str) -> str:
+    """Half of a surrogate pair stays, for YAML to refuse."""
+    is_kept = letter.isprintable() or "\ud800" <= letter <= "\udfff"
+    return letter if is_kept else f"\\U{ord(letter):08x}"
 
 
 def _plain(value: object) -> Any:

@@ -16,8 +16,8 @@ MERGE = "tag:yaml.org,2002:merge"
 _DEEPEST = 1000
 MOST_REPEATED = 20_000
 """Nodes that the aliases of a document may add to those that stand in it."""
-_HASH = "\ue000"
-"""A letter of nobody's, for a `#` that begins no comment."""
+_NOBODYS = range(0xF0000, 0xFFFFE)
+"""Letters of nobody's, one of which stands for a `#` that begins no comment."""
 _Parser: Any = getattr(yaml, "CSafeLoader", None)
 """libyaml's, ten times as fast as PyYAML's own, where PyYAML was built with it. It recurses on C's
 stack, which nothing guards.
@@ -130,14 +130,21 @@ def typed_value(text: str) -> Any:
     lines is itself the value, unless all of it is in quotes: YAML would fold its lines into one.
     Raises as `value_of` does.
     """
-    letters = text.replace("#", _HASH)
+    stand_in = _lacking(text)
+    letters = text.replace("#", stand_in)
     if len(text.strip().splitlines()) > 1:
         node = _composed(text)
         if isinstance(node, yaml.CollectionNode) or _style(node) in ("|", ">"):
             return value_of(text)
         if not _style(_composed(letters)):
             return text
-    return _with_hashes(value_of(letters))
+    return _with_hashes(value_of(letters), stand_in)
+
+
+def _lacking(text: str) -> str:
+    """A letter of nobody's that a text neither has nor spells in hexadecimal digits."""
+    small = text.lower()
+    return next(chr(one) for one in _NOBODYS if chr(one) not in text and f"{one:x}" not in small)
 
 
 def _composed(text: str) -> yaml.Node | None:
@@ -153,12 +160,16 @@ def _style(node: yaml.Node | None) -> str | None:
     return node.style if isinstance(node, yaml.ScalarNode) else None
 
 
-def _with_hashes(value: Any) -> Any:
+def _with_hashes(value: Any, stand_in: str) -> Any:
     if isinstance(value, dict):
-        return {_with_hashes(key): _with_hashes(item) for key, item in value.items()}
+        return {
+            _with_hashes(key, stand_in): _with_hashes(item, stand_in) for key, item in value.items()
+        }
     if isinstance(value, list):
-        return [_with_hashes(item) for item in value]
-    return value.replace(_HASH, "#") if isinstance(value, str) and _HASH in value else value
+        return [_with_hashes(item, stand_in) for item in value]
+    if isinstance(value, str) and stand_in in value:
+        return value.replace(stand_in, "#")
+    return value
 
 
 def _quoting(kind: Any) -> Any:

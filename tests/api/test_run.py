@@ -28,6 +28,8 @@ from tests.cli.commands import clean_environment
 from tests.cli.commands import ingot as command
 from tests.small import small_recipe, write_documents
 
+ODD = "\x85 \x7f\u2028#\ue000\U000f0000\uffff\\ü 🙂"
+"""What YAML would fold, refuse, or take for a comment, and what merely looks so."""
 VERBS = ("ingest", "prepare", "train", "evaluate", "gate", "register")
 
 
@@ -126,6 +128,7 @@ def test_nothing_is_read_for_nobody(done: Done, monkeypatch: pytest.MonkeyPatch)
         ({"train__clip_norm": None}, "train.clip_norm", None),
         ({"evaluate__prompts": ["a: b", "{"]}, "evaluate.prompts", ["a: b", "{"]),
         ({"output": Path("elsewhere")}, "output", "elsewhere"),
+        ({"serve__prompt": ODD}, "serve.prompt", ODD),
     ],
 )
 def test_a_knob_arrives_as_it_is(knobs: dict[str, Any], path: str, value: Any, done: Done) -> None:

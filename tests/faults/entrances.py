@@ -754,7 +754,7 @@ FAULTS = [
     Fault(
         "typed-behind-a-hash",
         "ingot/config/documents.py",
-        "_with_hashes(value_of(letters))",
+        "_with_hashes(value_of(letters), stand_in)",
         "value_of(text)",
         "a typed setting loses what stands behind a hash, and a run goes into another folder",
         "tests/config/test_documents.py",
@@ -1199,5 +1199,21 @@ FAULTS = [
         "            pass\n",
         "a small model that answered once leaves a notebook one thread for good",
         "tests/api/test_model.py",
+    ),
+    Fault(
+        "a-letter-of-somebodys",
+        "ingot/config/documents.py",
+        'if chr(one) not in text and f"{one:x}" not in small)',
+        ")",
+        "a letter of a typed setting becomes a hash",
+        "tests/config/test_documents.py",
+    ),
+    Fault(
+        "folded-on-its-way-to-the-verb",
+        "ingot/api/run.py",
+        "letter if is_kept else",
+        "letter if True else",
+        "a text that Python gave is trained with another line break, or refused",
+        "tests/api/test_run.py",
     ),
 ]
