@@ -513,7 +513,7 @@ FAULTS = [
     ),
     Fault(
         "terminal-obeys-the-data",
-        "ingot/cli/views/audit.py",
+        "ingot/base/progress.py",
         "return CONTROL.sub(lambda found: repr(found[0])[1:-1], text)",
         "return text",
         "a text of the data clears the screen on which its mask is looked at",
