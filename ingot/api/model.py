@@ -137,7 +137,7 @@ class Model:
             return predict_locally(self._loaded, prompt, options)
 
 
-def _plain(value: object) -> object:
+def _plain(value: Any) -> Any:
     """numpy's numbers as Python's, which they are as good as."""
     if isinstance(value, bool | int | float):
         return value

@@ -98,7 +98,7 @@ def load(*recipe: str | Path, quiet: bool = False, **knobs: Any) -> Run:
     paths = [str(resolve(file)[0]) for file in files] if quiet else tell_names(files)
     try:
         inputs = own_inputs(Path(".env"))
-        recipe_read = checked(read_values(paths, overrides, inputs))
+        recipe_read = checked(read_values(paths, overrides, inputs, verb=None))
     except WrongInput as error:
         raise WrongInput(for_python(str(error))) from None
     return Run(recipe_read, [*paths, *overrides], inputs, quiet=quiet)

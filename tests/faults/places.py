@@ -330,8 +330,8 @@ FAULTS = [
     Fault(
         "dotenv-beats-environment",
         "ingot/config/load.py",
-        '((f"{dotenv}: ", from_dotenv), ("$", environ))',
-        '(("$", environ), (f"{dotenv}: ", from_dotenv))',
+        '((f"{inputs.dotenv_file}: ", inputs.dotenv), ("$", inputs.environ))',
+        '(("$", inputs.environ), (f"{inputs.dotenv_file}: ", inputs.dotenv))',
         "a value of .env beats the environment",
     ),
     Fault(
