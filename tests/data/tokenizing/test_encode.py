@@ -23,8 +23,8 @@ from ingot.data.splits import Shares
 from ingot.data.tokenizing.encode import (
     RECORDS,
     TokenRecords,
+    _framed,
     encode_documents,
-    encode_framed,
     encode_records,
     existing_records,
     identity,
@@ -54,7 +54,7 @@ def test_each_document_alone(name: str, texts: list[str]) -> None:
         : len(texts)
     ] == [tokenizer.encode_document(text) for text in texts]
     assert len(flat) == lengths.sum()
-    flat, lengths = encode_framed(tokenizer, texts)
+    flat, lengths = _framed(tokenizer.encode_batch, texts, *tokenizer.frame)
     assert [record.tolist() for record in np.split(flat, np.cumsum(lengths)[:-1])][
         : len(texts)
     ] == [tokenizer.encode_framed(text) for text in texts]

@@ -30,11 +30,11 @@ from ingot.config.models.types import (
 from ingot.config.sections.lora import Lora
 from ingot.models.adapters.lora import add_lora, lora_layers
 from ingot.models.generation.classifier import classify
-from ingot.models.generation.seq2seq import generate
 from ingot.models.hf.config import read_hf_config
 from ingot.models.hf.loading import init_hf_model, load_hf_model
 from ingot.models.hf.models import Encoder, HFModel, MaskedLM, Seq2Seq
 from tests import tolerances
+from tests.models.generation.answers import generate
 from tests.models.hf.shrunk import EOS, OWN, VOCAB, shrunk
 from tests.models.hf.test_models import assert_same_gradients, nll
 from tests.models.hf.tiny import CPU, LABELS, reference, write
