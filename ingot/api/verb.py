@@ -177,8 +177,9 @@ class VerbProcess:
         if always or not self._quiet:
             # What goes to stderr in a notebook stands in the colour of errors.
             shown = sys.stdout if in_notebook() else sys.stderr
-            shown.write(line)
-            shown.flush()
+            with contextlib.suppress(AttributeError, OSError, ValueError):  # none, or a closed one
+                shown.write(line)
+                shown.flush()
 
 
 def for_python(message: str) -> str:

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
+from io import BytesIO, TextIOWrapper
 from pathlib import Path
 from subprocess import Popen
 
@@ -101,6 +102,22 @@ def test_no_result_is_an_error_whatever_the_exit_code() -> None:
         pass
     with pytest.raises(Stopped, match="train ended with exit code 130 and no result"):
         interrupted.result()
+
+
+@pytest.mark.parametrize("closed", [None, TextIOWrapper(BytesIO())])
+def test_a_verb_goes_on_where_nobody_can_read_its_messages(
+    closed: TextIOWrapper | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would wait for ever for a reader."""
+    if closed is not None:
+        closed.close()
+    with monkeypatch.context() as patch:
+        patch.setattr("sys.stderr", closed)
+        program = "import sys; sys.stderr.write('step 1\\nerror: disk full\\n')"
+        with verb(program, quiet=False) as failed:
+            pass
+    with pytest.raises(Failed, match=r"^disk full$"):
+        failed.result()
 
 
 class _Interrupted(Future[Popen[str]]):
