@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ingot.base.errors import WrongInput
-from ingot.config.models.family import MAX_LAYERS, sizes
+from ingot.config.models.family import MAX_LISTED, sizes
 from ingot.config.models.presets import preset
 from ingot.config.models.rotary import overridden, rope_values
 from ingot.config.models.types import REFUSED_DECODERS
@@ -84,9 +84,9 @@ def test_layer_types_follow_the_number_of_layers() -> None:
 
 @pytest.mark.parametrize("name", ["qwen3-0.6b", "llama-3m", "exaone4-1m"])
 def test_more_layers_than_any_model_has_are_refused(name: str) -> None:
-    many = {"num_hidden_layers": MAX_LAYERS + 1}
+    many = {"num_hidden_layers": MAX_LISTED + 1}
     for config in ({**preset(name), **many}, overridden(preset(name), many)):
-        assert len(config.get("layer_types") or ()) < MAX_LAYERS
+        assert len(config.get("layer_types") or ()) < MAX_LISTED
         with pytest.raises(WrongInput, match=r"here\.json: num_hidden_layers is 10,001, and no"):
             sizes(config, "here.json")
 

@@ -226,7 +226,7 @@ def test_a_step_whose_files_changed_and_a_broken_file_are_told(
     show_run(run)
     out = capsys.readouterr().out
     told = [line for line in out.splitlines() if line.startswith("recipe.yaml could not be read")]
-    assert "did not find expected" in told[0], "what is wrong is in that line, not in three below"
+    assert "got '<stream end>'" in told[0], "what is wrong is in that line, not in three below"
     assert "None" not in out, "an event without a name tells nothing"
     assert "(its files are missing or were changed)" in " ".join(out.replace("│", " ").split())
     assert "reports/gate.json could not be read" in out
