@@ -334,10 +334,10 @@ FAULTS = [
     ),
     Fault(
         "deaf-while-one-lacks",
-        "ingot/parallel/rendezvous.py",
-        '        arrived.wait(["all"])\n',
+        "ingot/parallel/mesh.py",
+        '    arrived.wait(["all"])\n',
         "",
         "ranks that wait for one that never comes cannot be stopped, and hold their machines",
-        "tests/parallel/test_rendezvous.py",
+        "tests/parallel/test_meeting.py",
     ),
 ]

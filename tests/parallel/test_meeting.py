@@ -11,8 +11,7 @@ import torch.distributed as dist
 
 from ingot.base.environment import Ranks
 from ingot.base.errors import leave
-from ingot.parallel import rendezvous
-from ingot.parallel.mesh import running_mesh
+from ingot.parallel import mesh
 from tests import forks
 from tests.ranks import free_port
 
@@ -26,8 +25,8 @@ def test_a_rank_goes_on_once_all_are_there(monkeypatch: pytest.MonkeyPatch) -> N
     at_once = timedelta(milliseconds=10)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="timeout"):
-            rendezvous.meet(Ranks(1, 3), at_once)
-    rendezvous.meet(Ranks(1, 3), at_once).set("key", "1")
+            mesh.meet(Ranks(1, 3), at_once)
+    mesh.meet(Ranks(1, 3), at_once).set("key", "1")
     assert dist.PrefixStore("default_pg", store).check(["key"])
 
 
@@ -41,10 +40,10 @@ def _ask(number: int, frame: FrameType | None) -> None:
 
 def _join() -> None:
     faulthandler.dump_traceback_later(30, exit=True)
-    rendezvous.TELL_S = 0.0
+    mesh.TELL_S = 0.0
     signal.signal(signal.SIGTERM, _ask)
     try:
-        with running_mesh():
+        with mesh.running_mesh():
             pass
     except Asked:
         leave(LEFT)
