@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from ingot.base.environment import AS_ONE_PROCESS, Ranks, ranks
 from ingot.base.interruptible import interruptible
@@ -255,7 +257,7 @@ def running_mesh(
         dist.destroy_process_group()
 
 
-def meet(here: Ranks, timeout: timedelta) -> dist.Store:
+def meet(here: Ranks, timeout: timedelta) -> Store:
     """Wait until all ranks are there, by torchrun's variables, and say so where that takes long.
     Returns the store through which they form the process group.
     """
@@ -274,16 +276,16 @@ def meet(here: Ranks, timeout: timedelta) -> dist.Store:
         late.join()  # what follows may fork, which no thread should live to see
 
 
-def _met(here: Ranks, timeout: timedelta) -> dist.Store:
-    store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+def _met(here: Ranks, timeout: timedelta) -> Store:
+    store, _, _ = next(rendezvous("env://", timeout=timeout))
     store.set_timeout(timeout)
     # Ranks that have found the first one would form the group at once, and wait there, deaf to
     # signals, for those that have not.
-    arrived = dist.PrefixStore("arrived", store)
+    arrived = PrefixStore("arrived", store)
     if arrived.add("ranks", 1) == here.world:
         arrived.set("all", "")
     arrived.wait(["all"])
-    return dist.PrefixStore("default_pg", store)  # the prefix that torch itself gives
+    return PrefixStore("default_pg", store)  # the prefix that torch itself gives
 
 
 def make_mesh(

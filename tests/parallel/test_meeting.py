@@ -21,7 +21,7 @@ LEFT = 7
 def test_a_rank_goes_on_once_all_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """To form the group sooner is to wait there for the rest, where no signal is heard."""
     store = dist.HashStore()
-    monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: iter([(store, 1, 3)]))
+    monkeypatch.setattr(mesh, "rendezvous", lambda *_, **__: iter([(store, 1, 3)]))
     at_once = timedelta(milliseconds=10)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="timeout"):
