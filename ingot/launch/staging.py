@@ -40,7 +40,7 @@ def stage_start(recipe: Recipe, job: Job) -> Job:
     start that were never fetched are fetched first.
     """
     root, url = recipe.folder.root, job.run_folder_url
-    if url is not None and (
+    if url and (
         find_handle(root, job.name, recipe.launch.kind) is not None
         # Deleted here to make room, it would be deleted there, too.
         or would_delete(url, root, PREPARED)

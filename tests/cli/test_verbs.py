@@ -133,7 +133,7 @@ def test_the_work_of_one_process_is_not_done_as_another_rank(
         monkeypatch.setenv(name, value)
     arguments = written(tmp_path)
     do = (
-        partial(verbs.do_all, arguments, fresh=False, debug=False)
+        partial(verbs.do_all, arguments, fresh=False, debug=False, checked=False, as_json=False)
         if verb == "run"
         else partial(verbs.do_step, verb, arguments, again=False)
     )

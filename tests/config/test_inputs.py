@@ -21,7 +21,7 @@ def test_a_process_reads_its_recipe_as_it_was_loaded(
     Path("r.yaml").write_text(f"{RECIPE}seed: no\n", encoding="utf-8")
     Path(".env").write_text("INGOT_TRAIN__STEPS=5\nOTHER=1\n", encoding="utf-8")
     inputs = RecipeInputs.of({"INGOT_NAME": "grüße", "PATH": "x"}, Path(".env"))
-    read_values(["r.yaml"], [], inputs)
+    read_values(["r.yaml"], [], inputs, verb=None)
     assert inputs.changed(tmp_path) == ["$INGOT_NAME"]
     with Path("loaded").open("w", encoding="utf-8") as file:
         inputs.write(file)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -20,6 +21,7 @@ import pytest
 
 from ingot.base.errors import Failed, WrongInput
 from ingot.base.markers import fingerprint
+from ingot.base.processes import own_python
 from ingot.base.runfolder import folder_lock
 from ingot.cloud import clients, data_jobs
 from ingot.config.recipe import Recipe
@@ -99,10 +101,10 @@ def engine_of(launcher: DataflowLauncher, job: Job = JOB) -> dict[str, Any]:
 
 
 def test_what_would_run_is_written_down(made: Callable[..., Recipe], tmp_path: Path) -> None:
-    text = DataflowLauncher(made()).render(JOB)
-    golden.check(
-        "dataflow.txt", text.replace(str(tmp_path), "/FOLDER").replace(sys.executable, "PYTHON")
-    )
+    text = DataflowLauncher(made()).render(JOB).replace(str(tmp_path), "/FOLDER")
+    for python in (shlex.join(own_python()), sys.executable):
+        text = text.replace(python, "PYTHON")
+    golden.check("dataflow.txt", text)
 
 
 def test_every_option_comes_from_its_knob(made: Callable[..., Recipe]) -> None:
