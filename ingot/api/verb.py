@@ -30,7 +30,7 @@ from ingot.base.errors import (
     Stopped,
     WrongInput,
 )
-from ingot.base.processes import preexec_die_with_parent
+from ingot.base.processes import own_python, preexec_die_with_parent
 from ingot.config.inputs import RecipeInputs
 
 OPTION = re.compile(r"--(fresh|again)\b")
@@ -47,7 +47,7 @@ class VerbProcess:
         self, name: str, arguments: Sequence[str], here: Path, inputs: RecipeInputs, *, quiet: bool
     ) -> None:
         self.name, self._here, self._inputs, self._quiet = name, here, inputs, quiet
-        self._command = [sys.executable, "-m", "ingot", name, *arguments, "--json"]
+        self._command = [*own_python(), "-m", "ingot", name, *arguments, "--json"]
         self._out, self._last_words = list[str](), list[str]()
         self._started: Future[subprocess.Popen[str]] = Future()
         # The kernel ends it with the thread that starts it, and whoever asks for the first step of
