@@ -138,8 +138,8 @@ def _remote_files(filesystem: Any, root: str) -> Iterable[str]:
         return web.files_at(filesystem, root)
     files: set[str] = set()
     walked: tuple[str, ...] = ()
-    for name, about in sorted(web.named_like(filesystem, _literal_start(root, there)).items()):
-        if about["type"] != "directory":
+    for name, is_folder in sorted(web.named_like(filesystem, _literal_start(root, there)).items()):
+        if not is_folder:
             files.add(name)
         elif not name.startswith(walked):  # each walk is a request
             files.update(web.files_at(filesystem, name))

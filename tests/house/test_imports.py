@@ -97,7 +97,7 @@ LAZY_OWNERS = {
     "mlflow": {"ingot.base.trackers"},
     "trackio": {"ingot.base.trackers"},
     "psutil": {"ingot.base.processes"},
-    "fsspec": {"ingot.base.storage"},
+    "fsspec": {"ingot.base.remote.web", "ingot.base.storage"},
     "aiohttp": {"ingot.base.remote.web"},
     "rich": {"ingot.base.progress"},
     # torch's distributed packages take one to three seconds to import.

@@ -5,11 +5,12 @@ what is there. Of other storages it knows how a request of theirs goes by a prox
 from __future__ import annotations
 
 import contextlib
+import math
+import posixpath
 import re
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, cast
-from urllib.parse import urljoin
 
 from ingot.base.errors import Failed, one_line
 from ingot.base.server import is_loopback
@@ -20,6 +21,13 @@ by themselves.
 """
 SILENCE_S = 60.0
 """For how long a web server may send nothing. The client by itself limits the whole answer."""
+
+_NOTHING_THERE = re.compile(
+    r"(javascript|mailto):|.*\?(C=[NMSD](;|&|&amp;)O=[AD]|sort=\w+&(amp;)?order=(asc|desc))"
+)
+"""Links of a folder's page to nothing in it: what a browser does, and the page itself in another
+order, as Apache, nginx and Caddy link it.
+"""
 
 T = TypeVar("T")
 
@@ -109,46 +117,83 @@ def files_at(filesystem: Any, name: str) -> list[str]:
     if not is_web(filesystem):
         return cast("list[str]", filesystem.find(name))
     try:
-        linked = sorted(set(_linked(filesystem, name)))
+        if not _may_list(filesystem, name):
+            return [name]
+        linked = {each for each in _linked(filesystem, name) if not _is_folder(each)}
     except OSError:
         return []
-    return linked or ([name] if exists(filesystem, name) else [])
+    return sorted(linked) or ([name] if exists(filesystem, name) else [])
 
 
-def _linked(filesystem: Any, page: str) -> Iterator[str]:
-    """The files that the page of a folder links to, and those of its folders. The client's own walk
-    leaves out a folder that does not answer.
+def named_like(filesystem: Any, pattern: str) -> dict[str, bool]:
+    """The files and folders that a glob names; of each, whether it is a folder. Of a web server it
+    matches what the client's own glob does, which leaves out a folder that does not answer.
+
+    Raises:
+        Failed: as `patiently`.
+    """
+    if not is_web(filesystem):
+        found = filesystem.glob(pattern, detail=True)
+        return {name: about["type"] == "directory" for name, about in found.items()}
+    from fsspec.utils import glob_translate
+
+    magic = re.search(r"[*[]", pattern)  # a `?` begins the query
+    if magic is None:
+        return {}
+    start = pattern.rindex("/", 0, magic.start()) + 1
+    depth = math.inf if "**" in pattern else pattern.count("/", start) + 1
+    like = re.compile(glob_translate(_without_scheme(pattern)))
+    return {
+        name: _is_folder(name)
+        for name in _linked(filesystem, pattern[:start], depth)
+        if like.match(_without_scheme(name).rstrip("/"))
+    }
+
+
+def _linked(filesystem: Any, page: str, depth: float = math.inf) -> Iterator[str]:
+    """The files and folders that the page of a folder links to, and what is in those folders, so
+    many levels deep. The client's own walk leaves out a folder that does not answer.
     """
     try:
         links = patiently(filesystem, page, lambda: filesystem.ls(page, detail=False))
     except FileNotFoundError:
         return
+    below = len(_without_scheme(page).rstrip("/")) + 1
     for link in links:
-        if not _is_page(link):
-            yield link
-        elif (folder := urljoin(link, ".")).rpartition("/")[0].startswith(f"{page.rstrip('/')}/"):
-            yield from _linked(filesystem, folder)
+        # The client tells the page's own address, maybe of the other scheme, and the link below it.
+        start = len(link) - len(_without_scheme(link)) + below
+        rest = link[start:].partition("#")[0]
+        path, mark, query = rest.partition("?")
+        name = posixpath.normpath(path.lstrip("/"))
+        if path.rpartition("/")[2] in ("", ".", ".."):
+            name = "" if name == "." else f"{name}/"
+        if name.startswith("../") or not (name or mark) or _NOTHING_THERE.match(rest):
+            continue
+        there = f"{link[:start]}{name}{mark}{query}"
+        yield there
+        if _is_folder(there) and depth > 1:
+            yield from _linked(filesystem, there, depth - 1)
 
 
-def named_like(filesystem: Any, pattern: str) -> dict[str, dict[str, Any]]:
-    """The files and folders that a glob names, with what is known of each.
-
-    Raises:
-        Failed: as `patiently`.
+def _may_list(filesystem: Any, name: str) -> bool:
+    """Whether an address may be that of a folder. Of one without an ending `/` the server tells;
+    asked for the links of a text that it names no type of, the client would read all of it.
     """
-    found = patiently(filesystem, pattern, lambda: filesystem.glob(pattern, detail=True))
-    return {
-        name: about
-        for name, about in found.items()
-        if about["type"] == "directory" or not (is_web(filesystem) and _is_page(name))
-    }
+    if _is_folder(name):
+        return True
+    try:
+        about = patiently(filesystem, name, lambda: filesystem.info(name))
+    except FileNotFoundError:
+        return True  # what is asked for the links says why
+    return bool(about.get("mimetype") == "text/html" or _is_folder(about["url"]))
 
 
-def _is_page(link: str) -> bool:
-    """Whether a link leads to the page of a folder. Those of Apache link to themselves, in other
-    orders (`?C=M;O=A`), which the client takes for files.
-    """
-    return re.split(r"[?#]", link, maxsplit=1)[0].endswith("/")
+def _is_folder(name: str) -> bool:
+    return name.endswith("/") and "?" not in name
+
+
+def _without_scheme(address: str) -> str:
+    return address.partition("://")[2]
 
 
 def _may_pass(error: BaseException) -> bool:

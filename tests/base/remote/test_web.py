@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ingot.base.errors import Failed
-from ingot.base.remote.web import web_client
+from ingot.base.remote.web import files_at, named_like, web_client
 from ingot.base.storage import find_files, is_file, open_read
 from tests.lazy import lazy, require
 from tests.loopback import Loopback
@@ -29,12 +29,16 @@ PAGES = {
 
 
 class Web(Loopback):
-    """Serves `PAGES` and DATA as the files that they link to; is busy with the requests whose
+    """Serves `pages` and `data` as the files that they link to; is busy with the requests whose
     number `is_busy` says so of, and hangs up where it is asked for what `broken` begins.
     """
 
     def __init__(self) -> None:
         super().__init__(_Handler)
+        self.pages, self.data = dict(PAGES), DATA
+        self.kind: str | None = "text/plain"
+        self.page_kind: str | None = "text/html"
+        self.has_head, self.redirects = True, False
         self.is_busy: Callable[[int], bool] = lambda number: False
         self.broken = "nothing"
         self.asked: list[str] = []
@@ -46,24 +50,32 @@ class _Handler(BaseHTTPRequestHandler):
     def do_HEAD(self) -> None:
         self.server.asked.append(self.path)
         path = self.path.partition("?")[0]
-        page = PAGES.get(path, PAGES.get(f"{path}/"))
+        pages = self.server.pages
+        page = pages.get(path, pages.get(f"{path}/"))
         if path.startswith(self.server.broken):
             self.connection.setsockopt(SOL_SOCKET, SO_LINGER, struct.pack("ii", 1, 0))
             self.connection.close()
         elif self.server.is_busy(len(self.server.asked) - 1):
             self._answer(503, "text/plain", b"busy")
+        elif self.command == "HEAD" and not self.server.has_head:
+            self._answer(405, "text/plain", b"")
+        elif page is not None and self.server.redirects and not path.endswith("/"):
+            self._answer(301, "text/plain", b"")
         elif page is not None:
-            self._answer(200, "text/html", page.encode())
+            self._answer(200, self.server.page_kind, page.encode())
         elif path.endswith(("/a.txt", "/b.txt", "/e.txt")):
-            self._answer(200, "text/plain", DATA)
+            self._answer(200, self.server.kind, self.server.data)
         else:
             self._answer(404, "text/plain", b"")
 
     do_GET = do_HEAD
 
-    def _answer(self, code: int, kind: str, data: bytes) -> None:
+    def _answer(self, code: int, kind: str | None, data: bytes) -> None:
         self.send_response(code)
-        self.send_header("Content-Type", kind)
+        if code == 301:
+            self.send_header("Location", f"{self.path}/")
+        if kind:
+            self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         if self.command == "GET":
@@ -90,6 +102,9 @@ def web(monkeypatch: pytest.MonkeyPatch) -> Iterator[Web]:
         ("d/*.txt", ["a.txt", "b.txt"]),
         ("d/*", ["a.txt", "b.txt", "c/e.txt"]),
         ("d/**", ["a.txt", "b.txt", "c/e.txt"]),
+        ("d/*/*.txt", ["c/e.txt"]),
+        ("d/**/*.txt", ["a.txt", "b.txt", "c/e.txt"]),
+        ("d/[bc]*", ["b.txt", "c/e.txt"]),
         ("d/none.txt", []),
     ],
 )
@@ -108,10 +123,77 @@ def test_a_server_that_is_busy_for_a_moment_has_what_it_has(
             asked(busy.__le__)
 
 
-def test_a_folder_that_breaks_off_is_not_left_out(web: Web) -> None:
+@pytest.mark.parametrize("pattern", ["d", "d/*", "d/*/*.txt", "d/**/*.txt"])
+def test_a_folder_that_breaks_off_is_not_left_out(web: Web, pattern: str) -> None:
     web.broken = "/d/c"
     with pytest.raises(Failed, match=r"/d/c/ is busy or breaks off \(.*reset"):
-        find_files(f"{web.address}/d")
+        find_files(f"{web.address}/{pattern}")
+
+
+def test_a_glob_asks_for_no_folder_below_its_last_part(web: Web) -> None:
+    find_files(f"{web.address}/d/*.txt")
+    assert not [path for path in web.asked if path.startswith("/d/c")]
+
+
+@pytest.mark.parametrize("folder", ["/d", "//d", "//d/", "/x/../d", "/d/./"])
+@pytest.mark.parametrize("rest", ["", "/**/*.txt"])
+def test_an_address_may_be_spelled_in_several_ways(web: Web, folder: str, rest: str) -> None:
+    web.pages |= {f"/{path}": page for path, page in PAGES.items()}
+    found = find_files(f"{web.address}{folder.rstrip('/') if rest else folder}{rest}")
+    names = [name.removeprefix(web.address + folder).lstrip("/") for name in found]
+    assert names == ["a.txt", "b.txt", "c/e.txt"]
+
+
+def test_a_page_may_link_to_its_folders_by_https(web: Web) -> None:
+    def plain(method: str, url: Any, **about: Any) -> Any:
+        return aiohttp.ClientRequest(method, url.with_scheme("http"), **about)
+
+    client = {"get_client": web_client, "client_kwargs": {"request_class": plain}}
+    filesystem = fsspec.filesystem("http", **client, skip_instance_cache=True)
+    secure = web.address.replace("http", "https")
+    web.pages["/d/"] = f'<a href="a.txt">a</a> <a href="{secure}/d/c/">c</a>'
+    files = [f"{web.address}/d/a.txt", f"{secure}/d/c/e.txt"]
+    assert files_at(filesystem, f"{web.address}/d") == files
+    assert list(named_like(filesystem, f"{web.address}/d/*/*.txt")) == files[1:]
+
+
+def test_links_as_caddy_writes_them(web: Web) -> None:
+    """No part of a name is then a dot, by which a file would count as hidden."""
+    web.pages["/d/"] = (
+        '<a href="../">Up</a> <a href="./?sort=size&order=desc">Size</a> <a href="./">.</a>'
+        """<a href="javascript:queryParam('layout', '')">List</a> <a href="#top">Top</a>"""
+        '<a href="./a.txt">a</a> <a href="./a.txt#end">a</a> <a href="./c/">c</a>'
+    )
+    web.pages["/d/c/"] = '<a href="../">Up</a> <a href="../b.txt">b</a> <a href="./e.txt">e</a>'
+    files = [f"{web.address}/d/{name}" for name in ("a.txt", "c/e.txt")]
+    for pattern in ("d", "d/", "d/*", "d/**/*.txt"):
+        assert find_files(f"{web.address}/{pattern}") == files
+
+
+def test_a_query_may_name_a_file(web: Web) -> None:
+    web.pages["/d/"] = f'{UP} <a href="?f=a.txt">a</a> <a href="get/?f=b/">b</a>'
+    files = [f"{web.address}/d/{name}" for name in ("?f=a.txt", "get/?f=b/")]
+    assert find_files(f"{web.address}/d") == files
+    assert find_files(f"{web.address}/d/*a.txt") == files[:1]
+
+
+def test_a_file_of_no_known_type_is_not_asked_for_links(web: Web) -> None:
+    """That would read all of it, and a link in its text would make it a folder."""
+    web.kind, web.data = None, b'<a href="e.txt">e</a>'
+    for name in ("d/a.txt", "d/a.txt?of=/"):
+        assert find_files(f"{web.address}/{name}") == [f"{web.address}/{name}"]
+    assert set(web.asked) == {"/d/a.txt", "/d/a.txt?of=/"}
+
+
+@pytest.mark.parametrize("has_head", [True, False])
+@pytest.mark.parametrize(
+    ("redirects", "kind"), [(False, "text/html"), (True, "text/html"), (True, None)]
+)
+def test_a_folder_needs_no_slash_at_the_end(
+    web: Web, has_head: bool, redirects: bool, kind: str | None
+) -> None:
+    web.has_head, web.redirects, web.page_kind = has_head, redirects, kind
+    assert find_files(f"{web.address}/d/c") == [f"{web.address}/d/c/e.txt"]
 
 
 def test_a_busy_server_is_asked_again_whether_there_is_a_file(web: Web) -> None:
