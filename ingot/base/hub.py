@@ -44,9 +44,9 @@ def fetch_model(name: str, revision: str | None = None, *, tokenizer_only: bool 
 
 
 def fetch_config(name: str, revision: str | None = None, *, adapters: bool = False) -> Path:
-    """A folder with at least the `config.json` of the hub model `ORG/NAME`, or with `adapters` the
-    `adapter_config.json` of what may be an adapter. The hub is asked once, without retries, so that
-    the answer or refusal is quick.
+    """A folder with at least the `config.json` of the hub model `ORG/NAME`; with `adapters` that of
+    an adapter's `adapter_config.json` where there is one, beside which its base's may lie. The hub
+    is asked once, without retries, so that the answer or refusal is quick.
 
     Raises:
         WrongInput: as `fetch_model`; or the model has no configuration.
@@ -54,16 +54,23 @@ def fetch_config(name: str, revision: str | None = None, *, adapters: bool = Fal
     """
     from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
 
-    wanted = ["config.json", *(["adapter_config.json"] if adapters else [])]
-    for file in wanted:
-        if isinstance(known := try_to_load_from_cache(name, file, revision=revision), str):
-            return Path(known).parent
-    with _hub_errors(name, revision):
-        files = HfApi().model_info(name, revision=revision, timeout=ASK_S).siblings or []
-        there = [file for file in wanted if any(each.rfilename == file for each in files)]
-        if not there:
-            raise WrongInput(f"hf:{name} has no config.json and is no model; check the name")
-        return Path(hf_hub_download(name, there[0], revision=revision)).parent
+    wanted = [*(["adapter_config.json"] if adapters else []), "config.json"]
+    cached = [try_to_load_from_cache(name, file, revision=revision) for file in wanted]
+    known = [Path(path).parent if isinstance(path, str) else None for path in cached]
+    if known[0] is not None:
+        return known[0]
+    try:
+        with _hub_errors(name, revision):
+            files = HfApi().model_info(name, revision=revision, timeout=ASK_S).siblings or []
+            there = [file for file in wanted if any(each.rfilename == file for each in files)]
+            if not there:
+                raise WrongInput(f"hf:{name} has no config.json and is no model; check the name")
+            return Path(hf_hub_download(name, there[0], revision=revision)).parent
+    except IngotError:
+        # Whether a cached config.json is that of an adapter's base only the hub can tell.
+        if known[-1] is None:
+            raise
+        return known[-1]
 
 
 def ask_tokenizer(name: str, revision: str | None = None) -> Path:

@@ -72,3 +72,21 @@ def test_what_may_be_an_adapter_needs_no_configuration_of_a_model(
     with pytest.raises(WrongInput, match=r"hf:org/nosuch-adapter has no config\.json"):
         fetch_config("org/nosuch-adapter")
     assert fetch_config("org/nosuch-adapter", adapters=True) == tmp_path
+
+
+def test_an_adapter_is_told_though_its_bases_configuration_lies_beside_it(
+    cached: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert fetch_config("org/tiny", adapters=True) == cached, "the hub does not answer"
+    names = ["config.json", "adapter_config.json"]
+    there = SimpleNamespace(siblings=[SimpleNamespace(rfilename=name) for name in names])
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", lambda *_, **__: there)
+    monkeypatch.setattr(
+        "huggingface_hub.hf_hub_download", lambda _, file, **__: str(tmp_path / file / file)
+    )
+    for name in ("org/new", "org/tiny"):
+        fetched = fetch_config(name, adapters=True)
+        assert fetched == tmp_path / "adapter_config.json", "the kind is seen when it is measured"
+    assert fetch_config("org/new") == tmp_path / "config.json"
+    (cached / "adapter_config.json").write_text("{}")
+    assert fetch_config("org/tiny", adapters=True) == cached
