@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import IO, TYPE_CHECKING, Any, TypedDict
 
 from ingot.base.environment import RESOLVED_VARIABLE
-from ingot.base.errors import Failed, one_line
+from ingot.base.errors import Failed, WrongInput, one_line
 from ingot.base.lazy import lazy_import
 from ingot.base.processes import preexec_die_with_parent
 
@@ -73,7 +73,12 @@ def running_server(command: Sequence[str]) -> Iterator[str]:
 def ask(
     url: str, route: str, body: Mapping[str, Any], headers: Mapping[str, str] | None = None
 ) -> Any:
-    """The server's answer, parsed from JSON. Raises Failed if it does not answer or refuses."""
+    """The server's answer, parsed from JSON.
+
+    Raises:
+        WrongInput: as `certificates`.
+        Failed: it does not answer or refuses.
+    """
     try:
         response = httpx.post(
             f"{url}{route}",
@@ -113,18 +118,35 @@ class ClientEnvironment(TypedDict):
     """As httpx has them."""
 
     trust_env: bool
-    verify: ssl.SSLContext | bool
+    verify: ssl.SSLContext
 
 
 def environment_for(url: str) -> ClientEnvironment:
     """What a client of the server at `url` takes of the environment: the certificates that
     $SSL_CERT_FILE names, and the proxy of $HTTP_PROXY unless the server is this machine's. None can
     reach that, and it would read what that is asked.
+
+    Raises:
+        WrongInput: as `certificates`.
     """
-    address = httpx.URL(url)
-    own = is_loopback(address.host)
-    verify = httpx.create_ssl_context() if own and address.scheme == "https" else True
-    return {"trust_env": not own, "verify": verify}
+    own = is_loopback(httpx.URL(url).host)
+    return {"trust_env": not own, "verify": certificates(url)}
+
+
+def certificates(*urls: str) -> ssl.SSLContext:
+    """What a client of `urls` trusts: those that $SSL_CERT_FILE names, if one of them is https.
+
+    Raises:
+        WrongInput: it names no file of certificates.
+    """
+    encrypted = any(url.lower().startswith("https:") for url in urls)
+    try:
+        return httpx.create_ssl_context(trust_env=encrypted)
+    except OSError as error:  # one of ssl, too
+        raise WrongInput(
+            f"$SSL_CERT_FILE names {os.environ.get('SSL_CERT_FILE')}, which is no file of"
+            " certificates; mend or unset it"
+        ) from error
 
 
 def _relay(stream: IO[bytes], lines: queue.SimpleQueue[str | None]) -> None:

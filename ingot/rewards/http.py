@@ -40,8 +40,11 @@ class Http:
 
     @staticmethod
     def check(settings: HttpReward) -> None:
-        """Raises WrongInput where the key is missing. The server may be started later."""
+        """Raises WrongInput where the key or the certificates are missing. The server may be
+        started later.
+        """
         _headers(settings)
+        environment_for(settings.url)
 
     def __call__(self, sample: Sample) -> float:
         return asyncio.run_coroutine_threadsafe(self._ask(sample), self._loop).result()

@@ -13,6 +13,8 @@ import httpx
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
+from ingot.base.server import certificates
+
 Route = Literal["chat", "completions", "embeddings", "predict"]
 ROUTES: dict[Route, str] = {
     "chat": "/v1/chat/completions",
@@ -25,15 +27,14 @@ MOST_BYTES = 1 << 20
 
 
 class ServedModels:
-    """The addresses, in the order given."""
+    """The addresses, in the order given. Raises WrongInput as `certificates`."""
 
     def __init__(self, addresses: Sequence[str]) -> None:
         self.addresses = [address.rstrip("/").removesuffix("/v1") for address in addresses]
-        encrypted = any(address.startswith("https:") for address in self.addresses)
         self.client = httpx.AsyncClient(
             timeout=httpx.Timeout(ANSWER_S, connect=CONNECT_S),
-            trust_env=False,  # asks no proxy, and would read no $SSL_CERT_FILE
-            verify=httpx.create_ssl_context() if encrypted else True,
+            trust_env=False,  # asks no proxy
+            verify=certificates(*self.addresses),
         )
 
     async def look(self, number: int, key: str | None = None) -> dict[str, Any]:

@@ -152,11 +152,14 @@ def create_app(
     acts: bool = False,
     models: Sequence[str] = (),
 ) -> FastAPI:
-    """The application that shows the runs under `root`. Raises WrongInput where that is no folder.
+    """The application that shows the runs under `root`.
 
     Args:
         token: what requests that act must carry; those that read too, unless `host` is loopback.
         models: addresses of `ingot serve`, for the playground.
+
+    Raises:
+        WrongInput: `root` is no folder, or as `ServedModels`.
     """
     runs = RunsFolder(root)
     app = FastAPI(title="ingot ui", version=ingot.__version__, openapi_url=None)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import ssl
 import sys
 from pathlib import Path
 
 import certifi
+import httpx
 import pytest
 
 from ingot.base import server
 from ingot.base.environment import RESOLVED_VARIABLE
-from ingot.base.errors import Failed
+from ingot.base.errors import Failed, WrongInput
 from ingot.base.server import ask, environment_for, running_server
 
 SERVER = """
@@ -81,7 +81,18 @@ def test_a_server_of_this_machine_shows_a_certificate_of_the_network(
     (tmp_path / "own.pem").write_text(certificates.partition(end)[0] + end, encoding="utf-8")
     monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "own.pem"))
     verify = environment_for("https://localhost:8443")["verify"]
-    assert isinstance(verify, ssl.SSLContext)
     assert len(verify.get_ca_certs()) == 1
-    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "none.pem"))
-    assert environment_for("http://localhost:8000")["verify"] is True, "which needs none"
+
+
+@pytest.mark.parametrize("host", ["localhost", "scores.example.org"])
+def test_a_file_of_certificates_that_is_none_is_named(
+    host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named = tmp_path / "none.pem"
+    monkeypatch.setenv("SSL_CERT_FILE", str(named))
+    for _ in ("is not there", "is something else"):
+        with pytest.raises(WrongInput, match=rf"\$SSL_CERT_FILE names {named}, which is no file"):
+            ask(f"https://{host}:1", "/", {})
+        named.write_text("no certificate")
+    with httpx.Client(**environment_for(f"http://{host}:1")):
+        """It needs none."""

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from http.server import BaseHTTPRequestHandler
+from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 from fastapi import FastAPI
 
+from ingot.base.errors import WrongInput
 from ingot.ui.models import ServedModels, models_router
 from tests.loopback import Loopback
 
@@ -52,3 +55,12 @@ def test_an_answer_that_is_not_streamed_is_passed_on_whole_or_is_an_error() -> N
         assert whole.headers["content-type"] == "application/json"
         line = f"the answer of {model.address} broke off (RemoteProtocolError)"
         assert (torn.status_code, torn.json()) == (502, {"error": line})
+
+
+def test_models_behind_https_are_told_by_the_certificates_that_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "none.pem"))
+    ServedModels(["http://localhost:8000"])
+    with pytest.raises(WrongInput, match=r"\$SSL_CERT_FILE names .*; mend or unset it"):
+        ServedModels(["http://localhost:8000", "https://localhost:8443"])
