@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ingot.base.reports import Metric
+from ingot.config.sections.data import SourceSettings
 from ingot.data.batches.rows import Rows
 from ingot.data.batches.samples import Samples
 from ingot.data.columns.column import Column
@@ -59,7 +60,7 @@ def of_each_source(
     return found
 
 
-def source_names(sources: Sequence[PreparedSource]) -> list[str]:
+def source_names(sources: Sequence[PreparedSource | SourceSettings]) -> list[str]:
     """How metrics call sources: by the last part of what a recipe says, or by their numbers, from
     1, where that is long, not of one source alone, or one of these numbers.
     """

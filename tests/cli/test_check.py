@@ -163,6 +163,18 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
         ("gate.metric=[loss/accuracy, loss/loss]",),
         "gate.metric loss/accuracy is not one of loss/loss, loss/perplexity, loss/bits_per_byte;",
     ),
+    "gate of a task's name": (
+        (
+            "data.train=[{source: texts.jsonl}, {source: pairs.jsonl}]",
+            "objective={kind: classify, labels: [a, b]}",
+            "gate.metric=loss/accuracy",
+        ),
+        "gate.metric loss/accuracy is not one of loss/loss;",
+    ),
+    "gate of one source alone": (
+        ("objective={kind: classify, labels: [a, b]}", "gate.metric=loss/texts.jsonl"),
+        "gate.metric loss/texts.jsonl is not one of loss/loss;",
+    ),
     "gate of a reward": (
         (
             CHATS,
@@ -218,6 +230,12 @@ def test_what_is_wrong_is_told_with_its_place(place: Path, what: str) -> None:
         ("gate.metric=loss/bits_per_byte/texts.jsonl",),
         ("gate.metric=bits_per_byte/texts.jsonl",),
         (
+            "data.train=[{source: texts.jsonl}, {source: pairs.jsonl}]",
+            "objective={kind: classify, labels: [a, b]}",
+            "gate.metric=loss/pairs.jsonl",
+        ),
+        ("evaluate.tasks=[{kind: lm_eval, tasks: [team/qa]}]", "gate.metric=team/qa.acc"),
+        (
             "objective={kind: classify, labels: [and/or, b]}",
             "gate.metric=f1_and/or",
         ),
@@ -229,6 +247,8 @@ def test_what_is_wrong_is_told_with_its_place(place: Path, what: str) -> None:
         "of another model",
         "of a source",
         "of a source, a tail",
+        "of a source, a tail like a task",
+        "of another package, a tail",
         "a tail of a class",
         "a tail",
         "overridden",

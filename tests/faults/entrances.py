@@ -1216,4 +1216,12 @@ FAULTS = [
         "a text that Python gave is trained with another line break, or refused",
         "tests/api/test_run.py",
     ),
+    Fault(
+        "gate-of-a-mistyped-source",
+        "ingot/config/sections/measured.py",
+        "one.name == begins for one in tasks) and rest not in sources",
+        "one.name == begins for one in ())",
+        "a metric of the gate that no task measures is told after training, if a task is so called",
+        "tests/cli/test_check.py",
+    ),
 ]

@@ -36,7 +36,8 @@ from ingot.config.recipe import Recipe
 from ingot.config.sections.data import SourceSettings
 from ingot.config.sections.measured import is_measured, is_tail, metrics_of
 from ingot.config.values import Findings, Values
-from ingot.data.sources.find import find_source
+from ingot.data.sources.find import find_source, recipe_sources
+from ingot.evaluate.sources import source_names
 from ingot.launch.job import launcher_of
 from ingot.launch.run_job import job_of
 from ingot.launch.staging import unreachable_inputs
@@ -211,12 +212,12 @@ def _check_gate(recipe: Recipe, found: Findings) -> None:
     """Check that a task produces the gate's metrics."""
     if recipe.gate.override is not None:
         return
-    names = [task.name for task in recipe.tasks]
+    names, sources = [task.name for task in recipe.tasks], _held_out_names(recipe)
     for metric in recipe.gate.metrics(recipe.objective.judged):
         task, slash, _ = metric.partition("/")
         if not slash or is_measured(metric, recipe.tasks, recipe.objective):
             continue
-        if task not in names and is_tail(metric, recipe.tasks, recipe.objective):
+        if is_tail(metric, recipe.tasks, recipe.objective, sources):
             continue
         if task in names:
             own = [one for one in recipe.tasks if one.name == task]
@@ -233,6 +234,15 @@ def _check_gate(recipe: Recipe, found: Findings) -> None:
                 f"gate.metric {metric} is measured by none of evaluate.tasks ({', '.join(names)});"
                 f" add a task called {task}, or set gate.metric"
             )
+
+
+def _held_out_names(recipe: Recipe) -> list[str]:
+    """How metrics call the sources of held-out documents, which they tell apart where there are
+    several.
+    """
+    given = recipe_sources(recipe)
+    held_out = given.get("validation", given["train"])
+    return source_names(held_out) if len(held_out) > 1 else []
 
 
 def _check_serving(recipe: Recipe, found: Findings, *, here: bool) -> None:

@@ -61,6 +61,11 @@ class TaskSettings(KindSettings):
         """Whether it measures on the held-out documents, rather than on items of its own."""
         return self.needs_rows
 
+    @property
+    def metric_beginnings(self) -> tuple[str, ...]:
+        """What its metrics may begin with after `NAME/`, where no more is known beforehand."""
+        return ()
+
     def resolved(self, objective: ObjectiveSettings) -> Self:
         """The same task with what stands for knobs that were left empty."""
         return self
@@ -319,6 +324,10 @@ class LMEvalTask(TaskSettings):
     @property
     def sources(self) -> list[str]:
         return [self.include] if self.include else []
+
+    @property
+    def metric_beginnings(self) -> tuple[str, ...]:
+        return tuple(f"{name}." for name in self.tasks)
 
 
 Task = Annotated[TaskSettings, ByKind(TASKS, "loss")]

@@ -4,7 +4,7 @@ metrics, and what cannot be asked of the model that is trained.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Literal
 
 from ingot.config.sections.checkpoint import Checkpoint
@@ -46,13 +46,27 @@ def is_measured(metric: str, tasks: Sequence[TaskSettings], objective: Objective
     return not names or rest in names or _is_of_source(rest, one, objective)
 
 
-def is_tail(tail: str, tasks: Sequence[TaskSettings], objective: ObjectiveSettings) -> bool:
+def is_tail(
+    tail: str,
+    tasks: Sequence[TaskSettings],
+    objective: ObjectiveSettings,
+    sources: Collection[str],
+) -> bool:
     """Whether a key that one of `tasks` is known to measure ends in `/TAIL`, as the gate may name
     it: `METRIC/SOURCE`, or a metric that has a slash itself.
+
+    Args:
+        sources: how metrics call those of the held-out documents. A tail that begins with the name
+            of a task is of one of these, or else a metric of that task, mistyped.
     """
+    begins, _, rest = tail.partition("/")
+    mistyped = any(one.name == begins for one in tasks) and rest not in sources
     return any(
-        f"/{name}".endswith(f"/{tail}") for one in tasks for name in one.metrics_with(objective)
-    ) or any(_is_of_source(tail, one, objective) for one in tasks)
+        any(f"/{name}".endswith(f"/{tail}") for name in one.metrics_with(objective))
+        or tail.startswith(one.metric_beginnings)
+        or (_is_of_source(tail, one, objective) and not mistyped)
+        for one in tasks
+    )
 
 
 def _is_of_source(rest: str, task: TaskSettings, objective: ObjectiveSettings) -> bool:
