@@ -6,6 +6,7 @@ import io
 import re
 from pathlib import Path
 
+from rich.segment import Segment, Segments
 from rich.table import Table
 from rich.text import Text
 
@@ -28,7 +29,7 @@ def test_a_terminal_obeys_nothing_that_others_wrote() -> None:
     sly = "a\x1b]0;title\x07b\x1b[31m\x9b2J\u202ec"
     table = Table(sly, title=sly, title_justify="left")
     table.add_row(Text(sly, "red"))
-    out.print(table, sly, Text(sly, "red"))
+    out.print(table, sly, Text(sly, "red"), Segments([Segment(sly)]))
     printed = out.file.getvalue()  # type: ignore[attr-defined]
     # rich itself leaves the bell out of a `Text`.
     assert set(re.findall(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e]", printed)) == {"\x1b"}
@@ -40,6 +41,31 @@ def test_a_terminal_obeys_nothing_that_others_wrote() -> None:
     }
     assert "\x1b[31ma\\x1b]0;title" in printed, "in the colour that ingot gives it"
     assert "\\u202ec" in printed
+
+
+def test_what_is_made_visible_is_laid_out_as_wide_as_it_is() -> None:
+    out = console(file=io.StringIO(), width=40)
+    isolated = "The name " + "\u2066Ada\u2069 " * 8 + "is the answer: 42."
+    table = Table("completion")
+    table.add_row(Text(isolated))
+    names = Table("file", "docs")
+    names.add_row("\x1b[2Kdata.jsonl", "12")
+    out.print(isolated, Text("\x00" * 60 + "END"))
+    out.print(table, names)
+    printed = out.file.getvalue()  # type: ignore[attr-defined]
+    assert printed.count("\\u2066Ada\\u2069") == 16
+    assert printed.count("42.") == 2
+    assert printed.count("\\x00") == 60
+    assert "END" in printed
+    assert r"\x1b[2Kdata.jsonl" in printed, "a column is as wide as what it shows"
+
+
+def test_what_is_made_visible_keeps_the_styles_of_the_text() -> None:
+    out = console(file=io.StringIO(), force_terminal=True, color_system="standard", width=80)
+    out.print(Text.assemble("a\x01", ("b\x02c", "red"), "\x03", ("d", "green")))
+    assert out.file.getvalue() == (  # type: ignore[attr-defined]
+        "a\\x01\x1b[31mb\\x02c\x1b[0m\\x03\x1b[32md\x1b[0m\n"
+    )
 
 
 def test_every_console_is_one_of_these() -> None:

@@ -1224,4 +1224,12 @@ FAULTS = [
         "a metric of the gate that no task measures is told after training, if a task is so called",
         "tests/cli/test_check.py",
     ),
+    Fault(
+        "cut-off-at-the-edge",
+        "ingot/base/console.py",
+        "_shown(renderable) if isinstance(renderable, Text) else renderable",
+        "renderable",
+        "what a model wrote with bidi isolates is shown without its end, and without a sign",
+        "tests/base/test_console.py",
+    ),
 ]
