@@ -28,11 +28,11 @@ def config(
 ) -> int:
     """The whole resolved recipe, every default included, as YAML."""
     from ingot.config.knobs import changed_values
-    from ingot.config.load import dump_recipe, read_recipe
+    from ingot.config.load import dump_recipe, read_recipe, recipe_values
 
     read = read_recipe(recipe)
     if as_json:
-        values = changed_values(read) if changed else read.model_dump(mode="json")
+        values = changed_values(read) if changed else recipe_values(read)
         print_json("show config", recipe=values)
     else:
         print(dump_recipe(read, changed=changed), end="")

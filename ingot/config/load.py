@@ -257,10 +257,15 @@ def dump_recipe(recipe: Recipe, *, changed: bool = False) -> str:
     """The complete resolved recipe as YAML, or only what differs from the defaults; loading it
     gives the same recipe.
     """
-    values = changed_values(recipe) if changed else recipe.model_dump(mode="json")
-    if not changed and not recipe.trains_tokenizer:
-        del values["tokenizer"]["vocab_size"]
-    return dump(values)
+    return dump(changed_values(recipe) if changed else recipe_values(recipe))
+
+
+def recipe_values(recipe: Recipe) -> dict[str, Any]:
+    """The values of the complete resolved recipe; loading them gives the same recipe."""
+    values = recipe.model_dump(mode="json")
+    if not recipe.trains_tokenizer:
+        del values["tokenizer"]["vocab_size"]  # refused beside a tokenizer that is there
+    return values
 
 
 def _scalar(text: str, where: str) -> Any:

@@ -27,6 +27,7 @@ from ingot.checkpoints.mirror import BucketMirror
 from ingot.checkpoints.saver import Saver
 from ingot.checkpoints.store import CommittedCheckpoint
 from ingot.config.documents import dump
+from ingot.config.load import recipe_values
 from ingot.config.recipe import Recipe
 from ingot.data.batches.loader import BatchSource, Loader
 from ingot.models.parameters import is_sharded
@@ -367,7 +368,7 @@ def open_sinks(
     sinks: list[MetricSink] = [JsonLines(run.metrics, resume_step, owed)]
     if recipe.track.tensorboard:
         sinks.append(FailSafeSink("TensorBoard", lambda: TensorBoard(run.tensorboard, resume_step)))
-    values = masked(recipe.model_dump(mode="json"))
+    values = masked(recipe_values(recipe))
     knobs = {"recipe": dump(values)}
     if (wandb := recipe.track.wandb) is not None:
         place = {"entity": wandb.entity, "tags": wandb.tags or None}

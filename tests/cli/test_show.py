@@ -69,6 +69,20 @@ def test_show_config_tells_what_was_changed(root: Path, capsys: pytest.CaptureFi
     assert "on_bad" not in told["recipe"]["data"]
 
 
+def test_show_config_as_json_loads_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["name=a", "data.train=[{source: x.jsonl}]", "model.source=hf:org/m"]
+    (path := tmp_path / "own.yaml").write_text("seed: 1\n", "utf-8")
+    assert config([str(path), *given], as_json=True) == 0
+    (again := tmp_path / "again.json").write_text(
+        json.dumps(json.loads(capsys.readouterr().out)["recipe"]), "utf-8"
+    )
+    assert load_recipe([again], environ={}, dotenv=None) == load_recipe(
+        [path], given, environ={}, dotenv=None
+    )
+
+
 def test_models_and_proofs_as_json(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert models(as_json=True) == 0
     told = json.loads(capsys.readouterr().out)

@@ -1051,8 +1051,8 @@ FAULTS = [
     Fault(
         "secrets-sent-to-a-tracker",
         "ingot/train/assembly.py",
-        'masked(recipe.model_dump(mode="json"))',
-        'recipe.model_dump(mode="json")',
+        "masked(recipe_values(recipe))",
+        "recipe_values(recipe)",
         "MLflow, W&B and Trackio are sent the passwords and keys that stand in the recipe",
         "tests/train/test_hooks.py",
     ),
@@ -1231,5 +1231,13 @@ FAULTS = [
         "renderable",
         "what a model wrote with bidi isolates is shown without its end, and without a sign",
         "tests/base/test_console.py",
+    ),
+    Fault(
+        "a-recipe-sent-that-does-not-load",
+        "ingot/train/assembly.py",
+        "recipe_values(recipe)",
+        'recipe.model_dump(mode="json")',
+        "the recipe that W&B and Trackio keep of a run is refused when it is to be run again",
+        "tests/train/test_hooks.py",
     ),
 ]

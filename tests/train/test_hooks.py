@@ -15,6 +15,8 @@ from ingot.base.errors import WrongInput
 from ingot.base.heartbeat import TIME_USES, HeartbeatWriter
 from ingot.base.progress import Progress
 from ingot.base.runlog import JsonLines, read_lines
+from ingot.config.documents import dump
+from ingot.config.load import load_recipe
 from ingot.config.shape import flops_per_token
 from ingot.parallel.mesh import Mesh
 from ingot.report.metrics import GPU_MEMORY, GPU_USE, MEMORY, MetricsFile
@@ -226,11 +228,15 @@ def test_no_training_is_faster_than_the_peak_of_its_machine(
     assert use == pytest.approx([2e6 / 3e6, 1.0, 0.5])
 
 
-def test_a_tracker_is_sent_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tracker_is_sent_a_recipe_that_loads_without_its_secrets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     signed = "https://data.org/a.jsonl?X-Amz-Signature=5ecret"
     recipe = small_recipe(
         tmp_path,
         data__train=[{"source": signed}],
+        tokenizer__source=str(tmp_path),
+        tokenizer__vocab_size=None,
         launch__environment={"WANDB_API_KEY": "5ecret", "DB_PASSWORD": "a, 5ecret}"},
         track__wandb={"project": "p"},
         track__mlflow={"uri": str(tmp_path), "experiment": "e"},
@@ -243,6 +249,11 @@ def test_a_tracker_is_sent_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert len(sent) == 3
     assert "5ecret" not in str(sent)
     assert str(sent).count("X-Amz-Signature=(hidden") == 3
+    (_, _, _, _, to_wandb, _), to_mlflow, (_, _, _, to_trackio, *_) = sent
+    assert to_wandb["recipe"] == to_trackio["recipe"] == dump(to_mlflow[4])
+    (tmp_path / "sent.yaml").write_text(to_wandb["recipe"], "utf-8")
+    again = load_recipe([tmp_path / "sent.yaml"], environ={}, dotenv=None)
+    assert (again.train, again.tokenizer) == (recipe.train, recipe.tokenizer)
 
 
 @pytest.mark.parametrize("name", ["loss", "lr", "skipped_steps"])
