@@ -20,6 +20,10 @@ TOKENIZERS = (
     ("vocab.json", "merges.txt"),
 )
 """What files a tokenizer can be read from: of a folder that has several, the first."""
+TOKENIZER_CONFIG = "tokenizer_config.json"
+"""What has the special tokens and the chat template beside a tokenizer.json, which some libraries
+fetch alone.
+"""
 ASK_S = 5.0
 """Timeout for small requests to the hub that are made before work begins."""
 
@@ -31,15 +35,22 @@ def fetch_model(name: str, revision: str | None = None, *, tokenizer_only: bool 
         WrongInput: no such model or revision, or it needs a token.
         Failed: the hub cannot be reached and the model is not in the cache.
     """
-    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub import HfApi, hf_hub_download, snapshot_download
+    from huggingface_hub.errors import RemoteEntryNotFoundError
 
     patterns = BESIDE_WEIGHTS if tokenizer_only else MODEL_FILES
     with _hub_errors(name, revision):
         folder = Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
-        if not (_has_tokenizer(folder) if tokenizer_only else any(folder.glob(WEIGHTS))):
+        is_whole = (
+            _has_tokenizer(folder, name, revision) if tokenizer_only else any(folder.glob(WEIGHTS))
+        )
+        if not is_whole:
             # Of a hub that does not answer the client gives what another command fetched, such as
             # the configuration alone: that the model lacks the rest is only known of one that does.
             HfApi().model_info(name, revision=revision, timeout=ASK_S)
+            if tokenizer_only:  # asked for by its name, so that the cache knows that there is none
+                with contextlib.suppress(RemoteEntryNotFoundError):
+                    hf_hub_download(name, TOKENIZER_CONFIG, revision=revision)
     return folder
 
 
@@ -91,14 +102,22 @@ def ask_tokenizer(name: str, revision: str | None = None) -> Path:
             cached = snapshot_download(
                 name, revision=revision, allow_patterns=BESIDE_WEIGHTS, local_files_only=True
             )
-            if _has_tokenizer(Path(cached)):
+            if _has_tokenizer(Path(cached), name, revision):
                 return Path(cached)
         raise
     return fetch_model(name, revision, tokenizer_only=True)
 
 
-def _has_tokenizer(folder: Path) -> bool:
-    return any(all((folder / name).is_file() for name in names) for names in TOKENIZERS)
+def _has_tokenizer(folder: Path, name: str, revision: str | None) -> bool:
+    """Whether the cached folder of `ORG/NAME` has its tokenizer whole: a tokenizer.json alone is,
+    where the hub has said that there is nothing beside it.
+    """
+    from huggingface_hub import try_to_load_from_cache
+
+    found = [files for files in TOKENIZERS if all((folder / file).is_file() for file in files)]
+    if found[:1] != [("tokenizer.json",)]:
+        return bool(found)
+    return try_to_load_from_cache(name, TOKENIZER_CONFIG, revision=revision) is not None
 
 
 @contextlib.contextmanager

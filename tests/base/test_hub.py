@@ -4,8 +4,10 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from huggingface_hub.errors import RemoteEntryNotFoundError
 
 from ingot.base.errors import Failed, WrongInput
 from ingot.base.hub import ask_tokenizer, fetch_config, fetch_model
@@ -40,7 +42,12 @@ def test_a_model_in_the_cache_is_found_without_a_network_and_another_is_named(ca
 @pytest.mark.parametrize("fetch", [fetch_tokenizer, ask_tokenizer])
 @pytest.mark.parametrize(
     "files",
-    [["tokenizer.json"], ["tokenizer.model"], ["spiece.model"], ["vocab.json", "merges.txt"]],
+    [
+        ["tokenizer.json", "tokenizer_config.json"],
+        ["tokenizer.model"],
+        ["spiece.model"],
+        ["vocab.json", "merges.txt"],
+    ],
 )
 def test_a_tokenizer_in_the_cache_is_found_without_a_network(
     cached: Path, files: list[str], fetch: Callable[[str], Path]
@@ -53,6 +60,29 @@ def test_a_tokenizer_in_the_cache_is_found_without_a_network(
     assert fetch("org/tiny") == cached
     with pytest.raises(Failed, match="hf:org/other cannot be fetched"):
         fetch("org/other")
+
+
+@pytest.mark.parametrize("fetch", [fetch_tokenizer, ask_tokenizer])
+def test_a_tokenizer_without_settings_is_whole_once_the_hub_has_said_so(
+    cached: Path, fetch: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (cached / "tokenizer.json").write_bytes(b"")
+    noted = cached.parents[1] / ".no_exist" / cached.name / "tokenizer_config.json"
+
+    there = SimpleNamespace(sha=cached.name, siblings=[SimpleNamespace(rfilename="tokenizer.json")])
+    answer_of_hub: Any = SimpleNamespace(headers={}, request=None)
+
+    def answer(name: str, file: str, **_: object) -> None:
+        noted.parent.mkdir(parents=True)
+        noted.touch()
+        raise RemoteEntryNotFoundError(file, response=answer_of_hub)
+
+    with monkeypatch.context() as reachable:
+        reachable.setattr("huggingface_hub.HfApi.model_info", lambda *_, **__: there)
+        reachable.setattr("huggingface_hub.hf_hub_download", answer)
+        assert fetch("org/tiny") == cached
+    assert noted.exists()
+    assert fetch("org/tiny") == cached
 
 
 @pytest.mark.parametrize("name", ["a/b/c", "org/", "with space", "../up"])

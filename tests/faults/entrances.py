@@ -1240,4 +1240,12 @@ FAULTS = [
         "the recipe that W&B and Trackio keep of a run is refused when it is to be run again",
         "tests/train/test_hooks.py",
     ),
+    Fault(
+        "a-tokenizer-without-its-settings",
+        "ingot/base/hub.py",
+        'if found[:1] != [("tokenizer.json",)]:',
+        "if True:",
+        "offline a model is trained without the EOS and the template that its tokenizer has",
+        "tests/base/test_hub.py",
+    ),
 ]
