@@ -16,6 +16,7 @@ from ingot.base.environment import holds_secret
 from ingot.base.errors import Failed, WrongInput, differing
 from ingot.base.masking import masked
 from ingot.base.progress import duration, say
+from ingot.config.inputs import PREFIX
 from ingot.config.sections.launch import Slurm
 from ingot.launch.job import JobState
 
@@ -154,11 +155,13 @@ def is_of_this_job(name: str) -> bool:
 
 def environment_of_job(options: Collection[str], secrets: Collection[str]) -> dict[str, str]:
     """This process's variables for sbatch, but for those that would override `options` of the
-    script. `secrets` stay here, since Slurm keeps exported variables in its spool folders, and so
-    does a variable named like one: ranks get it only through `launch.secrets`. A login or a key in
-    an address is told: a job may need it, as that of a proxy.
+    script, and those of knobs, which stand in the job's recipe. `secrets` stay here, since Slurm
+    keeps exported variables in its spool folders, and so does a variable named like one: ranks get
+    it only through `launch.secrets`. A login or a key in an address is told: a job may need it, as
+    that of a proxy.
     """
-    unasked = sorted(name for name in os.environ if holds_secret(name) and name not in secrets)
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(PREFIX)}
+    unasked = sorted(name for name in environ if holds_secret(name) and name not in secrets)
     if unasked:
         say(
             f"note: {', '.join(unasked)} stays here, since Slurm stores what a job is given; a job"
@@ -167,7 +170,7 @@ def environment_of_job(options: Collection[str], secrets: Collection[str]) -> di
     left_out = {*secrets, *unasked, *map(environment_variable, options)}
     given = {
         name: value
-        for name, value in os.environ.items()
+        for name, value in environ.items()
         if name not in left_out and not is_of_this_job(name)
     }
     if stored := sorted(name for name, value in given.items() if masked(value) != value):

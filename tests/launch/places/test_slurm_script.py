@@ -125,6 +125,7 @@ def test_secrets_are_in_neither_the_script_nor_the_environment_of_sbatch(
 ) -> None:
     monkeypatch.setenv("WORD", SECRET)
     monkeypatch.setenv("PLAIN", "shown")
+    monkeypatch.setenv("INGOT_DATA__TEXT_KEY", "a knob")
     monkeypatch.setenv("WANDB_API_KEY", f"{SECRET}-unasked")
     monkeypatch.setenv("SBATCH_MEM_PER_CPU", "1")  # Slurm refuses it beside --mem
     monkeypatch.setenv("JUDGE", f"{SECRET}-of-a-judge")
@@ -154,6 +155,7 @@ def test_secrets_are_in_neither_the_script_nor_the_environment_of_sbatch(
     assert not {"WORD", "WANDB_API_KEY", "SBATCH_MEM_PER_CPU", "JUDGE", "DOOR"} & set(environ)
     told = capsys.readouterr().err
     assert "note: WANDB_API_KEY stays here" in told
+    assert "INGOT_DATA__TEXT_KEY" not in {*environ, *told.split()}, "it is in the resolved recipe"
     assert "note: https_proxy has a login or a key in an address" in told
     assert SECRET not in repr(environ) + Path(command[-2]).read_text()
     handed_on = json.loads((meet / "secrets-0.json").read_bytes())
