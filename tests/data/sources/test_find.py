@@ -78,10 +78,10 @@ def test_what_is_hidden_is_read_where_it_is_named(corpus: Path) -> None:
 def test_what_changed_of_a_source_is_named(corpus: Path) -> None:
     source = SourceSettings(source=f"{corpus}/**/*")
     files = find_source(source)
-    assert describe_change(source, *stamps_of(files)) is None
-    turned = describe_change(source, *stamps_of(files[::-1]))
+    assert describe_change(source, *stamps_of(files), "source") is None
+    turned = describe_change(source, *stamps_of(files[::-1]), "source")
     assert turned == "its files are in another order"
-    assert describe_change(source, *stamps_of(files[1:])) == f"{files[0].path} is new"
+    assert describe_change(source, *stamps_of(files[1:]), "source") == f"{files[0].path} is new"
 
 
 def test_a_file_has_the_same_name_however_it_is_found(
