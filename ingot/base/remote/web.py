@@ -11,6 +11,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, cast
+from urllib.request import getproxies
 
 from ingot.base.errors import Failed, one_line
 from ingot.base.server import is_loopback
@@ -55,14 +56,23 @@ def bucket_request(method: str, url: Any, **about: Any) -> Any:
     return _request(method, url, **about)
 
 
-def _request(method: str, url: Any, *, proxy: Any = None, **about: Any) -> Any:
-    """In place of aiohttp's own class: no proxy can reach a server of this machine. Before 3.12,
-    which other packages may ask for, a session takes no middlewares.
+def _request(
+    method: str, url: Any, *, proxy: Any = None, proxy_auth: Any = None, **about: Any
+) -> Any:
+    """In place of aiohttp's own class: no proxy can reach a server of this machine, and one may be
+    written without its scheme, as other clients allow (`HTTPS_PROXY=HOST:PORT`). Before 3.12, which
+    other packages may ask for, a session takes no middlewares.
     """
     import aiohttp
+    from aiohttp.helpers import strip_auth_from_url
 
-    proxy = None if is_loopback(url.host or "") else proxy
-    return aiohttp.ClientRequest(method, url, proxy=proxy, **about)
+    if is_loopback(url.host or ""):
+        proxy = None
+    elif proxy is not None and not proxy.host:
+        # Read anew: of what it takes for a path the client undoes the escapes, as in a password.
+        written = getproxies().get(url.scheme, str(proxy))
+        proxy, proxy_auth = strip_auth_from_url(type(url)(f"http://{written}"))
+    return aiohttp.ClientRequest(method, url, proxy=proxy, proxy_auth=proxy_auth, **about)
 
 
 def is_web(filesystem: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import struct
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler
@@ -42,6 +43,7 @@ class Web(Loopback):
         self.is_busy: Callable[[int], bool] = lambda number: False
         self.broken = "nothing"
         self.asked: list[str] = []
+        self.logins: list[str | None] = []
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -49,6 +51,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_HEAD(self) -> None:
         self.server.asked.append(self.path)
+        self.server.logins.append(self.headers["Proxy-Authorization"])
         path = self.path.partition("?")[0]
         pages = self.server.pages
         page = pages.get(path, pages.get(f"{path}/"))
@@ -202,12 +205,19 @@ def test_a_busy_server_is_asked_again_whether_there_is_a_file(web: Web) -> None:
     assert not is_file(f"{web.address}/d/none.txt")
 
 
-def test_the_proxy_of_the_network_is_asked(web: Web, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("http_proxy", web.address)
+@pytest.mark.parametrize("login", ["", "me:%40%3A@"])
+@pytest.mark.parametrize("scheme", ["http://", ""])
+def test_the_proxy_of_the_network_is_asked(
+    web: Web, monkeypatch: pytest.MonkeyPatch, scheme: str, login: str
+) -> None:
+    address = web.address.removeprefix("http://")
+    monkeypatch.setenv("http_proxy", f"{scheme}{login}{address}")
     monkeypatch.setenv("no_proxy", "")
     with open_read("http://data.example.test/a.txt") as stream:
         assert stream.read() == DATA
     assert set(web.asked) == {"http://data.example.test/a.txt"}
+    basic = f"Basic {base64.b64encode(b'me:@:').decode()}"
+    assert set(web.logins) == {basic if login else None}
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])

@@ -164,14 +164,15 @@ def test_a_file_that_breaks_off_is_not_taken_for_its_beginning(
     assert "ingot.base.errors.Failed: gs://bucket/set/a.jsonl broke off (" in done.stderr
 
 
+@pytest.mark.parametrize("scheme", ["http://", ""])
 def test_the_proxy_of_the_network_is_asked(
-    tmp_path: Path, bucket: Server, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, bucket: Server, monkeypatch: pytest.MonkeyPatch, scheme: str
 ) -> None:
     """With the token of the bucket, whatever login for all hosts lies in ~/.netrc."""
     (tmp_path / "netrc").write_text("default login a password b\n", encoding="utf-8")
     monkeypatch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{bucket.server_address[1]}")
+    monkeypatch.setenv("http_proxy", f"{scheme}127.0.0.1:{bucket.server_address[1]}")
     monkeypatch.setenv("no_proxy", "")
     storage = {"token": "anon", "endpoint_url": "http://storage.example.test"}
     monkeypatch.setitem(fsspec.config.conf, "gs", storage)
