@@ -126,7 +126,10 @@ def _build(sheet: GivenKeys, draft: Draft) -> None:
     if sheet.get("use_peft"):
         never = NEVER_DROPPED | {"reward": NEVER_DROPPED["dpo"]}
         undropped = never.get(kind) if kind == "grpo" or sheet.get("disable_dropout") else None
-        build_adapter(sheet, draft, KEYS, 16, ALPHA, 0.05, TARGETS, undropped)
+        # The command's default is in force with GRPO; where it is turned off there, too, nothing
+        # changes.
+        usual = 0.0 if undropped and kind != "grpo" else 0.05
+        build_adapter(sheet, draft, KEYS, 16, ALPHA, usual, TARGETS, undropped)
         if not sheet.has("lora_target_modules"):
             draft.note(
                 "changed",

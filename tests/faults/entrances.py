@@ -410,8 +410,8 @@ FAULTS = [
     Fault(
         "adopted-adapter-elsewhere",
         "ingot/adopt/trl.py",
-        "0.05, TARGETS, undropped)",
-        "0.05, (), undropped)",
+        "usual, TARGETS, undropped)",
+        "usual, (), undropped)",
         "an adopted adapter trains other layers than TRL did",
         "tests/adopt/test_tuner_adapters.py",
     ),
@@ -1003,8 +1003,8 @@ FAULTS = [
     Fault(
         "adopted-adapter-of-another-scale",
         "ingot/adopt/trl.py",
-        "KEYS, 16, ALPHA, 0.05",
-        "KEYS, 16, None, 0.05",
+        "KEYS, 16, ALPHA, usual",
+        "KEYS, 16, None, usual",
         "an adopted adapter is scaled otherwise than TRL scales it unless told",
         "tests/adopt/test_tuner_adapters.py",
     ),
