@@ -1604,4 +1604,20 @@ FAULTS = [
         "a text that a web server names no type of is read whole, and is a folder if it holds a link",
         "tests/base/remote/test_web.py",
     ),
+    Fault(
+        "list-views-that-are-no-lists",
+        "ingot/data/sources/presence.py",
+        "        pa.types.is_list_view,\n",
+        "",
+        "images in lists of another layout fill the memory, and a row without one is refused",
+        "tests/data/sources/test_tables.py",
+    ),
+    Fault(
+        "images-of-other-rows",
+        "ingot/data/sources/presence.py",
+        "pc.list_value_length(values).fill_null(0)",
+        "np.bincount(pc.list_parent_indices(values).to_numpy(), minlength=len(values))",
+        "a table with images beneath a null, or in lists that share them, is called broken",
+        "tests/data/sources/test_tables.py",
+    ),
 ]

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING
 from ingot.base.lazy import lazy_import
 
 if TYPE_CHECKING:
+    import numpy as np
     import pyarrow as pa
     import pyarrow.compute as pc
     import pyarrow.parquet as pq
 else:
+    np = lazy_import("numpy")
     pa, pc = lazy_import("pyarrow"), lazy_import("pyarrow.compute")
     pq = lazy_import("pyarrow.parquet")
 
@@ -47,22 +49,31 @@ def with_presence(batch: pa.RecordBatch, names: Sequence[str]) -> pa.RecordBatch
     return batch
 
 
+def is_list(kind: pa.DataType) -> bool:
+    """Whether values are lists, in whichever of Arrow's ways."""
+    checks = (
+        pa.types.is_list,
+        pa.types.is_large_list,
+        pa.types.is_fixed_size_list,
+        pa.types.is_list_view,
+        pa.types.is_large_list_view,
+    )
+    return any(check(kind) for check in checks)
+
+
 def _has_bytes(kind: pa.DataType) -> bool:
     if pa.types.is_struct(kind):
         return any(_has_bytes(field.type) for field in kind)
-    if _is_list(kind):
+    if is_list(kind):
         return _has_bytes(kind.value_type)
     return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind))
 
 
 def _present(values: pa.Array) -> pa.BooleanArray:
-    if not _is_list(values.type):
+    if not is_list(values.type):
         return values.is_valid()
-    holders = pc.list_parent_indices(values).filter(_present(pc.list_flatten(values)))
-    return pc.is_in(pa.array(range(len(values)), holders.type), value_set=holders)
-
-
-def _is_list(kind: pa.DataType) -> bool:
-    types = pa.types
-    checks = (types.is_list, types.is_large_list, types.is_fixed_size_list)
-    return any(check(kind) for check in checks)
+    # Not by list_parent_indices: it counts what lies beneath a null, and refuses a list view that
+    # shares its values with another.
+    rows, sizes = np.arange(len(values)), pc.list_value_length(values).fill_null(0)
+    there = _present(pc.list_flatten(values)).to_numpy(zero_copy_only=False)
+    return pa.array(np.isin(rows, np.repeat(rows, sizes)[there]))

@@ -17,7 +17,7 @@ from ingot.base.lazy import lazy_import
 from ingot.data.documents.kinds import DocumentExtractor
 from ingot.data.documents.records import EMPTY, BadRecord, ParsedDocument
 from ingot.data.sources.arrow_batches import arrow_batches, whole
-from ingot.data.sources.presence import files_among, smallest_leaf, with_presence
+from ingot.data.sources.presence import files_among, is_list, smallest_leaf, with_presence
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -249,17 +249,6 @@ def _is_text(kind: pa.DataType) -> bool:
     return any(check(kind) for check in checks)
 
 
-def _is_list(kind: pa.DataType) -> bool:
-    checks = (
-        pa.types.is_list,
-        pa.types.is_large_list,
-        pa.types.is_fixed_size_list,
-        pa.types.is_list_view,
-        pa.types.is_large_list_view,
-    )
-    return any(check(kind) for check in checks)
-
-
 def _texts(values: pa.Array) -> list[str | UnicodeDecodeError | None]:
     """Texts as Python strings; a string column may hold bytes that are not UTF-8, and one such
     value must not fail its whole batch.
@@ -339,7 +328,7 @@ def _reader(kind: pa.DataType) -> Callable[[Any], Any]:
     if pa.types.is_map(kind) and _is_text(kind.key_type):
         of_value = _reader(kind.item_type)
         return _unless_null(lambda pairs: {key: of_value(value) for key, value in pairs})
-    if _is_list(kind):
+    if is_list(kind):
         of_item = _reader(kind.value_type)
         if of_item is not _unchanged:
             return _unless_null(lambda items: [of_item(item) for item in items])

@@ -15,6 +15,7 @@ from ingot.base.errors import WrongInput
 from ingot.data.documents.kinds import DocumentExtractor
 from ingot.data.documents.records import BadRecord, ParsedDocument
 from ingot.data.sources import tables
+from ingot.data.sources.presence import with_presence
 from ingot.data.sources.readers import parse_file
 from ingot.data.sources.source_file import Format
 from tests.data.sources.test_readers import TEXTS, bad, parquet, read, texts
@@ -92,6 +93,8 @@ def test_images_are_no_values_of_python_and_told_where_there_are_any(
     for name, values, type_, rows in (
         ("images", several, pa.list_(one), [1, 5, 6]),
         ("photos", several, pa.large_list(one), [1, 5, 6]),
+        ("images", several, pa.list_view(one), [1, 5, 6]),
+        ("images", several, pa.large_list_view(one), [1, 5, 6]),
         ("image", [image, *[None] * 5], one, [1]),
         ("image", [b"x", *[None] * 5], pa.large_binary(), [1]),
     ):
@@ -101,6 +104,33 @@ def test_images_are_no_values_of_python_and_told_where_there_are_any(
         read_all = list(parse_file(io.BytesIO(data), "file", kind, extractor))
         assert bad(read_all) == [(row, f"`{name}` is not read") for row in rows]
     assert set(seen) == {pa.bool_()}
+
+
+def test_files_are_counted_for_the_rows_that_have_them_however_the_lists_lie() -> None:
+    files = pa.array([b"a", b"b", None], pa.binary())
+    none_first = pa.array([True, False, False])
+    lists = {
+        "beneath a null": pa.ListArray.from_arrays(
+            pa.array([0, 1, 2, 3], pa.int32()), files, mask=none_first
+        ),
+        "of a fixed size": pa.FixedSizeListArray.from_arrays(files, 1, mask=none_first),
+        "out of order": pa.ListViewArray.from_arrays(
+            pa.array([2, 0, 1], pa.int32()), pa.array([1, 2, 0], pa.int32()), files
+        ),
+        "shared": pa.ListViewArray.from_arrays(
+            pa.array([2, 0, 0], pa.int32()), pa.array([1, 1, 2], pa.int32()), files
+        ),
+    }
+    told = {
+        name: with_presence(pa.record_batch({"images": column}), ["images"])["images"].to_pylist()
+        for name, column in lists.items()
+    }
+    assert told == {
+        "beneath a null": [None, True, None],
+        "of a fixed size": [None, True, None],
+        "out of order": [None, True, None],
+        "shared": [None, True, True],
+    }
 
 
 def test_parquet_texts_that_are_none() -> None:
