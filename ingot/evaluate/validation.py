@@ -176,15 +176,18 @@ def _check_sources(recipe: Recipe, prepared: PreparedData, rows: int) -> None:
     """Raises WrongInput if a metric of one source is tracked, which evaluations in training would
     not measure: sources are told apart where there are several, and all `rows` are used.
     """
-    train, sources = recipe.train, source_names(prepared.splits["validation"])
+    train, held_out = recipe.train, prepared.splits["validation"]
+    named = zip(source_names(held_out), held_out, strict=True)
+    sources = [name for name, source in named if source.documents]
+    alone = len(held_out) == 1
     for knob, metric in tracked_of_sources(
         train, recipe.checkpoint, recipe.objective, recipe.tasks
     ):
-        if len(sources) == 1 or metric.rpartition("/")[2] not in sources:
+        if alone or metric.rpartition("/")[2] not in sources:
             raise WrongInput(
                 f"{knob} {metric} is not measured: held-out documents are of"
                 f" {', '.join(sources)}{' alone' if len(sources) == 1 else ''}; set it to a metric"
-                f" of {'them' if len(sources) == 1 else 'one of these, or of all'}"
+                f" of {'them' if alone else 'one of these, or of all'}"
             )
         if train.evaluate_rows < rows:
             raise WrongInput(

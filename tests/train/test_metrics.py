@@ -42,7 +42,7 @@ from ingot.train.step import StepContext, StepControl, run_steps
 from ingot.train.trainer import train
 from tests.evaluate.small_models import write_lines
 from tests.ranks import run_ranks
-from tests.small import small_recipe
+from tests.small import small_recipe, write_documents
 from tests.train.stopping import train_until
 from tests.train.test_step import CONFIG, ROWS, Watching, global_batch, rows_of
 
@@ -291,3 +291,21 @@ def test_a_metric_of_one_source_is_tracked_where_it_is_measured(tmp_path: Path) 
         setup(files, 99, "loss/bits_per_byte/third.jsonl")
     with pytest.raises(WrongInput, match=r"are of other\.jsonl alone; set it to a metric of them"):
         setup(files[1:], 99)
+
+
+def test_a_source_of_which_nothing_is_held_out_has_no_metric_of_its_own(tmp_path: Path) -> None:
+    folders = [tmp_path / "many", tmp_path / "few"]
+    write_documents(folders[0], 120)
+    write_documents(folders[1], 2, seed=5)
+    recipe = small_recipe(
+        tmp_path,
+        data__train=[{"source": str(folder)} for folder in folders],
+        train__evaluate_every=2,
+        train__evaluate_rows=99,
+        train__evaluate_tasks=["loss"],
+        checkpoint__best="loss/bits_per_byte/few",
+    )
+    ingest(recipe)
+    prepare(recipe)
+    with pytest.raises(WrongInput, match="are of many alone; set it to a metric of one of these"):
+        make_setup(recipe, Mesh(Ranks(), torch.device("cpu")))
