@@ -5,12 +5,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import math
-import os
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -18,25 +15,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import PrefixStore, Store
-from torch.distributed.rendezvous import rendezvous
 
-from ingot.base.environment import AS_ONE_PROCESS, Ranks, ranks
-from ingot.base.interruptible import interruptible
+from ingot.base.environment import Ranks, ranks
 from ingot.base.malloc import keep_freed_memory
 from ingot.base.markers import fingerprint
-from ingot.base.progress import say
 from ingot.config.degrees import AXES, Degrees, degrees_of
 from ingot.config.sections.layout import Parallel
 from ingot.models.device import backend, pick_device, use_all_cores
+from ingot.parallel.meeting import meet
 
 T = TypeVar("T")
 TIMEOUT, MARGIN = timedelta(minutes=30), timedelta(minutes=5)
 """How long ranks wait for another one at least, and how much longer than it may be silent: by then
 a supervisor has noticed that it hangs, and named it.
 """
-TELL_S = 10.0
-"""How long a rank waits for the others to come before it says so."""
 LONGEST = timedelta(days=365)
 """The longest that ranks wait: gloo counts nanoseconds, and those of centuries do not fit."""
 
@@ -255,37 +247,6 @@ def running_mesh(
     # and nobody would ever be told what failed.
     if owns_group:
         dist.destroy_process_group()
-
-
-def meet(here: Ranks, timeout: timedelta) -> Store:
-    """Wait until all ranks are there, by torchrun's variables, and say so where that takes long.
-    Returns the store through which they form the process group.
-    """
-    at = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-    message = (
-        f"rank {here.rank} of {here.world} waits for the others at {at}; if it should be alone,"
-        f" {AS_ONE_PROCESS}"
-    )
-    late = threading.Timer(TELL_S, say, [message])
-    late.daemon = True
-    late.start()
-    try:
-        return interruptible(partial(_met, here, timeout))
-    finally:
-        late.cancel()
-        late.join()  # what follows may fork, which no thread should live to see
-
-
-def _met(here: Ranks, timeout: timedelta) -> Store:
-    store, _, _ = next(rendezvous("env://", timeout=timeout))
-    store.set_timeout(timeout)
-    # Ranks that have found the first one would form the group at once, and wait there, deaf to
-    # signals, for those that have not.
-    arrived = PrefixStore("arrived", store)
-    if arrived.add("ranks", 1) == here.world:
-        arrived.set("all", "")
-    arrived.wait(["all"])
-    return PrefixStore("default_pg", store)  # the prefix that torch itself gives
 
 
 def make_mesh(

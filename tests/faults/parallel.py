@@ -334,10 +334,18 @@ FAULTS = [
     ),
     Fault(
         "deaf-while-one-lacks",
-        "ingot/parallel/mesh.py",
-        '    arrived.wait(["all"])\n',
+        "ingot/parallel/meeting.py",
+        '    arrived.wait([f"{attempt}/{one}" for one in others])\n    _answer(arrived, attempt, others, attempt)\n',
         "",
         "ranks that wait for one that never comes cannot be stopped, and hold their machines",
+        "tests/parallel/test_meeting.py",
+    ),
+    Fault(
+        "addresses-of-ended-ranks",
+        "ingot/parallel/meeting.py",
+        'PrefixStore(f"default_pg/{attempt}", store)',
+        'PrefixStore("default_pg", store)',
+        "ranks that torchrun starts again look for the ended ones of the attempt before",
         "tests/parallel/test_meeting.py",
     ),
 ]

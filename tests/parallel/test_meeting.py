@@ -3,6 +3,7 @@ from __future__ import annotations
 import faulthandler
 import signal
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from types import FrameType
 
@@ -11,23 +12,55 @@ import torch.distributed as dist
 
 from ingot.base.environment import Ranks
 from ingot.base.errors import leave
-from ingot.parallel import mesh
+from ingot.parallel import meeting, mesh
 from tests import forks
 from tests.ranks import free_port
 
 LEFT = 7
 
 
-def test_a_rank_goes_on_once_all_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> dist.Store:
+    """What ranks meet through."""
+    found = dist.HashStore()
+    monkeypatch.setattr(meeting, "rendezvous", lambda *_, **__: iter([(found, 1, 3)]))
+    return found
+
+
+AT_ONCE, PATIENT = timedelta(milliseconds=10), timedelta(seconds=60)
+
+
+def met(first: int = 0, world: int = 3) -> list[dist.Store]:
+    """What each rank is given where rank `first` comes before the others."""
+    with ThreadPoolExecutor(world) as threads:
+        turns = [first, *(one for one in range(world) if one != first)]
+        waiting = {one: threads.submit(meeting.meet, Ranks(one, world), PATIENT) for one in turns}
+        return [waiting[one].result() for one in range(world)]
+
+
+def test_a_rank_goes_on_once_all_are_there(store: dist.Store) -> None:
     """To form the group sooner is to wait there for the rest, where no signal is heard."""
-    store = dist.HashStore()
-    monkeypatch.setattr(mesh, "rendezvous", lambda *_, **__: iter([(store, 1, 3)]))
-    at_once = timedelta(milliseconds=10)
-    for _ in range(2):
+    for rank in (0, 1):
         with pytest.raises(RuntimeError, match="timeout"):
-            mesh.meet(Ranks(1, 3), at_once)
-    mesh.meet(Ranks(1, 3), at_once).set("key", "1")
-    assert dist.PrefixStore("default_pg", store).check(["key"])
+            meeting.meet(Ranks(rank, 3), AT_ONCE)
+    stores = met()
+    stores[0].set("key", "1")
+    assert all(one.check(["key"]) for one in stores)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_an_attempt_finds_nothing_of_an_earlier_one(first: int, store: dist.Store) -> None:
+    """torchrun keeps its store when it starts ranks again: who is there is asked anew, and
+    addresses of ranks that have ended are not read.
+    """
+    met()[0].set("address", "1")
+    for rank in (0, 1):
+        with pytest.raises(RuntimeError, match="timeout"):
+            meeting.meet(Ranks(rank, 3), AT_ONCE)
+    stores = met(first)
+    assert not any(one.check(["address"]) for one in stores)
+    stores[0].set("key", "1")
+    assert all(one.check(["key"]) for one in stores)
 
 
 class Asked(BaseException):
@@ -40,7 +73,7 @@ def _ask(number: int, frame: FrameType | None) -> None:
 
 def _join() -> None:
     faulthandler.dump_traceback_later(30, exit=True)
-    mesh.TELL_S = 0.0
+    meeting.TELL_S = 0.0
     signal.signal(signal.SIGTERM, _ask)
     try:
         with mesh.running_mesh():
