@@ -17,7 +17,7 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from ingot.base.environment import LOADED_VARIABLE
 from ingot.base.errors import (
@@ -70,6 +70,9 @@ class VerbProcess:
         except BaseException:  # Ctrl-C: nobody else knows of what may run by now
             if not self._started.cancel() and self._started.exception() is None:
                 self._end(interrupted=True)
+            for reader in self._readers:
+                if reader.is_alive():
+                    reader.join()
             raise
 
     def __exit__(self, _: object, why: BaseException | None, *__: object) -> None:
@@ -136,33 +139,35 @@ class VerbProcess:
         """Start the process and read its result until it is over."""
         if not self._started.set_running_or_notify_cancel():
             return
-        with contextlib.ExitStack() as open_files:
-            try:
-                loaded = open_files.enter_context(
-                    tempfile.NamedTemporaryFile("w", prefix="ingot-recipe-", encoding="utf-8")
-                )
-                self._inputs.write(loaded)
-                # A session of its own: Ctrl-C reaches it once, from `__exit__`.
-                process = subprocess.Popen(
-                    self._command,
-                    cwd=self._here,
-                    env={**_environment(self._here), LOADED_VARIABLE: loaded.name},
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    text=True,
-                    encoding="utf-8",
-                    errors="replace",
-                    start_new_session=True,
-                    preexec_fn=preexec_die_with_parent(signal.SIGTERM),
-                )
-            except BaseException as error:  # whatever keeps it from starting is for who asked
-                self._started.set_exception(error)
-                return
-            self._started.set_result(process)
-            assert process.stdout is not None
-            self._out += list(process.stdout)
-            process.wait()
+        try:
+            environment = _environment(self._here)
+            with _written(self._inputs) as loaded:
+                process = self._start({**environment, LOADED_VARIABLE: loaded.name})
+                self._started.set_result(process)
+                assert process.stdout is not None
+                self._out += list(process.stdout)
+                process.wait()
+        except BaseException as error:  # whatever keeps it from starting is for who asked
+            # The file is gone by now: who asked may end, and this thread with it.
+            if self._started.done():
+                raise
+            self._started.set_exception(error)
+
+    def _start(self, environment: dict[str, str]) -> subprocess.Popen[str]:
+        # A session of its own: Ctrl-C reaches it once, from `__exit__`.
+        return subprocess.Popen(
+            self._command,
+            cwd=self._here,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            encoding="utf-8",
+            errors="replace",
+            start_new_session=True,
+            preexec_fn=preexec_die_with_parent(signal.SIGTERM),
+        )
 
     def _pass_on(self) -> None:
         stderr = self._started.result().stderr
@@ -193,6 +198,28 @@ def in_notebook() -> bool:
     """Whether this process is a notebook's kernel."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     return getattr(shell, "kernel", None) is not None
+
+
+def _written(inputs: RecipeInputs) -> IO[str]:
+    """A file that has the recipe for the process, and secrets that variables hold: it is gone once
+    it is closed.
+
+    Raises:
+        Failed: it cannot be written.
+    """
+    try:
+        with contextlib.ExitStack() as opened:
+            file = opened.enter_context(
+                tempfile.NamedTemporaryFile("w", prefix="ingot-recipe-", encoding="utf-8")
+            )
+            inputs.write(file)
+            opened.pop_all()  # open for whoever asked
+            return file
+    except OSError as error:
+        raise Failed(
+            f"the recipe cannot be written for its process ({error.strerror or error}); export"
+            " TMPDIR=FOLDER, one with room that can be written"
+        ) from error
 
 
 def _environment(here: Path) -> dict[str, str]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -149,12 +150,33 @@ def test_an_interrupt_while_a_verb_starts_leaves_none_behind(
     with pytest.raises(KeyboardInterrupt):
         starting.__enter__()
     assert starting._started.result().returncode == 1
+    assert not starting._readers[0].is_alive(), "with its file, which may hold secrets"
     other = verb("")
     monkeypatch.setattr(other._readers[0], "start", lambda: signal.default_int_handler(2, None))
     with pytest.raises(KeyboardInterrupt):
         other.__enter__()
     other._keep()  # the thread, if it comes to life after all
     assert other._started.cancelled()
+
+
+def test_a_verb_that_does_not_start_leaves_no_recipe_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may hold secrets, and whoever asked may end as soon as they are told."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    failing, left = verb("", tmp_path / "gone"), list[Path]()
+
+    def tell(error: BaseException) -> None:
+        left.extend(tmp_path.iterdir())
+        Future.set_exception(failing._started, error)
+
+    monkeypatch.setattr(failing._started, "set_exception", tell)
+    with pytest.raises(FileNotFoundError):
+        failing.__enter__()
+    assert left == []
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    with pytest.raises(Failed, match="export TMPDIR=FOLDER"):
+        verb("").__enter__()
 
 
 def test_the_ingot_that_was_imported_is_the_one_that_runs(

@@ -1248,4 +1248,17 @@ FAULTS = [
         "offline a model is trained without the EOS and the template that its tokenizer has",
         "tests/base/test_hub.py",
     ),
+    Fault(
+        "a-recipe-left-behind",
+        "ingot/api/verb.py",
+        "                process = self._start({**environment, LOADED_VARIABLE: loaded.name})\n"
+        "                self._started.set_result(process)\n",
+        "                try:\n"
+        "                    process = self._start({**environment, LOADED_VARIABLE: loaded.name})\n"
+        "                except OSError as error:\n"
+        "                    return self._started.set_exception(error)\n"
+        "                self._started.set_result(process)\n",
+        "a verb does not start, and the file with its recipe and secrets stays in /tmp",
+        "tests/api/test_verb.py",
+    ),
 ]
