@@ -85,7 +85,8 @@ def load(*recipe: str | Path, quiet: bool = False, **knobs: Any) -> Run:
         >>> run.train().loss
 
     Args:
-        quiet: do not show what the verbs say (on stderr; in a notebook below the cell).
+        quiet: do not show what the verbs say (on stderr; in a notebook below the cell), but for
+            what goes wrong, and for what of the recipe changed since it was loaded.
 
     Raises:
         WrongInput: the recipe is wrong.

@@ -48,7 +48,7 @@ class VerbProcess:
     ) -> None:
         self.name, self._here, self._inputs, self._quiet = name, here, inputs, quiet
         self._command = [*own_python(), "-m", "ingot", name, *arguments, "--json"]
-        self._out, self._last_words = list[str](), list[str]()
+        self._out, self._last_words, self._changed = list[str](), list[str](), ""
         self._started: Future[subprocess.Popen[str]] = Future()
         # The kernel ends it with the thread that starts it, and whoever asks for the first step of
         # a training may be one that ends before: this one reads to the end.
@@ -58,9 +58,11 @@ class VerbProcess:
 
     def __enter__(self) -> VerbProcess:
         if changed := self._inputs.changed(self._here):
+            self._changed = f"{', '.join(changed)} changed since the run was loaded"
             self._show(
-                f"note: {', '.join(changed)} changed since the run was loaded; {self.name} does"
-                " what was loaded, and `ingot.load` again what is there now\n"
+                f"note: {self._changed}; {self.name} does what was loaded, and `ingot.load` again"
+                " what is there now\n",
+                always=True,  # what is done is not what the recipe says
             )
         try:
             for reader in self._readers:
@@ -129,7 +131,11 @@ class VerbProcess:
         said = for_python("".join(self._last_words).strip().removeprefix("error: "))
         message = said or f"{self.name} ended with exit code {code} and no result"
         if code == EXIT_WRONG_INPUT:
-            return WrongInput(message)
+            # What was wrong may be mended there, and the next try would fail as this one did.
+            note = (
+                f"\nnote: {self._changed}; `ingot.load` the recipe again" if self._changed else ""
+            )
+            return WrongInput(message + note)
         by_signal = code in (-signal.SIGINT, 128 + signal.SIGINT)
         if code == EXIT_STOPPED or by_signal or message.startswith("stopped by "):
             return Stopped(message, signum=signal.SIGINT, committed=code == EXIT_STOPPED)

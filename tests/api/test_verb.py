@@ -36,8 +36,14 @@ def held_interrupts() -> Iterator[None]:
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def verb(program: str, here: Path | None = None, *, quiet: bool = True) -> VerbProcess:
-    made = VerbProcess("train", [], here or Path.cwd(), RecipeInputs(), quiet=quiet)
+def verb(
+    program: str,
+    here: Path | None = None,
+    *,
+    inputs: RecipeInputs | None = None,
+    quiet: bool = True,
+) -> VerbProcess:
+    made = VerbProcess("train", [], here or Path.cwd(), inputs or RecipeInputs(), quiet=quiet)
     made._command = [sys.executable, "-c", program]
     return made
 
@@ -103,6 +109,28 @@ def test_no_result_is_an_error_whatever_the_exit_code() -> None:
         pass
     with pytest.raises(Stopped, match="train ended with exit code 130 and no result"):
         interrupted.result()
+
+
+def test_a_recipe_that_changed_is_told_also_where_little_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whoever mends the file that an error names, and tries again, would meet it again."""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("seed: 2", encoding="utf-8")
+    program = "import sys; sys.stderr.write('error: seed is wrong\\n'); sys.exit(2)"
+    for loaded, told in (
+        ("seed: 1", f"{recipe} changed since the run was loaded; "),
+        ("seed: 2", ""),
+    ):
+        inputs = RecipeInputs(texts={str(recipe): loaded})
+        with verb(program, inputs=inputs) as failed:
+            pass
+        with pytest.raises(WrongInput) as raised:
+            failed.result()
+        note = f"\nnote: {told}`ingot.load` the recipe again" if told else ""
+        assert str(raised.value) == f"seed is wrong{note}"
+        shown = capsys.readouterr().err
+        assert shown.startswith(f"note: {told}train does what was loaded") if told else not shown
 
 
 @pytest.mark.parametrize("closed", [None, TextIOWrapper(BytesIO())])

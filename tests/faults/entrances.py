@@ -1261,4 +1261,12 @@ FAULTS = [
         "a verb does not start, and the file with its recipe and secrets stays in /tmp",
         "tests/api/test_verb.py",
     ),
+    Fault(
+        "an-edit-passed-over-quietly",
+        "ingot/api/verb.py",
+        "                always=True,  # what",
+        "                # what",
+        "a recipe is edited, what it said before is trained, and `quiet` hides that",
+        "tests/api/test_verb.py",
+    ),
 ]
