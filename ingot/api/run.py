@@ -21,7 +21,7 @@ from ingot.base.runlog import AppendedLines
 from ingot.config.inputs import RecipeInputs, own_inputs
 from ingot.config.load import checked, read_values, split_arguments
 from ingot.config.recipe import Recipe
-from ingot.config.shipped import resolve, tell_names
+from ingot.config.shipped import path_to_type, tell_names
 from ingot.report.results import (
     RESULTS,
     EvaluateResult,
@@ -96,7 +96,7 @@ def load(*recipe: str | Path, quiet: bool = False, **knobs: Any) -> Run:
         raise WrongInput("no recipe is given; name one, such as quickstart (`ingot recipes`)")
     overrides += [f"{name.replace('__', '.')}={_typed(value)}" for name, value in knobs.items()]
     files = [os.path.expanduser(file) for file in files]
-    paths = [str(resolve(file)[0]) for file in files] if quiet else tell_names(files)
+    paths = [path_to_type(file) for file in files] if quiet else tell_names(files)
     try:
         inputs = own_inputs(Path(".env"))
         recipe_read = checked(read_values(paths, overrides, inputs, verb=None))

@@ -94,15 +94,22 @@ def resolve(given: str | Path) -> tuple[Path, str | None]:
     return own, note if near else None
 
 
-def tell_names(files: Iterable[str]) -> list[str]:
-    """Say which file is read where a name could mean another one; the paths of all, as given where
-    they were paths: without its `./`, `./-r.yaml` would be an option.
+def path_to_type(given: str) -> str:
+    """The path of the file that a recipe argument means, for a command's arguments: as given where
+    it was a path. What begins with a dash gets a `./`, without which it is an option.
     """
-    resolved = [(file, *resolve(file)) for file in files]
+    path, _ = resolve(given)
+    typed = given if path == Path(given) else str(path)
+    return f"./{typed}" if typed.startswith("-") else typed
+
+
+def tell_names(files: Iterable[str]) -> list[str]:
+    """Say which file is read where a name could mean another one; the paths of all, to type."""
+    given = list(files)
     if "LOCAL_RANK" not in os.environ:
-        for note in [note for _, _, note in resolved if note]:
+        for note in [note for _, note in map(resolve, given) if note]:
             say(note)
-    return [file if path == Path(file) else str(path) for file, path, _ in resolved]
+    return [path_to_type(file) for file in given]
 
 
 def suggestion(given: str | Path) -> str:

@@ -147,6 +147,18 @@ def test_knobs_and_overrides_reach_the_verb(done: Done) -> None:
     assert "steps: 7" in run.folder.recipe.read_text()
 
 
+@pytest.mark.parametrize("quiet", [True, False])
+def test_a_recipe_that_looks_like_an_option_is_a_file(
+    quiet: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`Path` has no `./`, so that nobody can type it."""
+    monkeypatch.chdir(tmp_path)
+    recipe = Path("./-r.yaml")
+    recipe.write_text("name: mine\ndata: {train: [{source: builtin:stdlib}]}\n", encoding="utf-8")
+    for given in (recipe, "-r.yaml", "./-r.yaml"):
+        assert ingot.load(given, quiet=quiet)._arguments == ("./-r.yaml",)
+
+
 def test_what_was_loaded_is_what_is_done(
     done: Done, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

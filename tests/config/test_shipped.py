@@ -38,6 +38,7 @@ def test_commands_get_paths_for_names_and_paths_as_given() -> None:
     """What begins with a dash is an option without its `./`."""
     given = ["./-r.yaml", "./t5_small", "my//r.yaml"]
     assert tell_names([*given, "quickstart"]) == [*given, str(FOLDER / "quickstart.yaml")]
+    assert tell_names(["-r.yaml", "-a/-r.yaml"]) == ["./-r.yaml", "./-a/-r.yaml"]
 
 
 def test_what_a_name_could_mean_beside_is_told(here: Path) -> None:

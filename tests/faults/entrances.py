@@ -1269,4 +1269,12 @@ FAULTS = [
         "a recipe is edited, what it said before is trained, and `quiet` hides that",
         "tests/api/test_verb.py",
     ),
+    Fault(
+        "a-recipe-taken-for-an-option",
+        "ingot/config/shipped.py",
+        'return f"./{typed}" if typed.startswith("-") else typed',
+        "return str(Path(typed))",
+        "a recipe whose name begins with a dash is loaded, and its verb refuses it as an option",
+        "tests/config/test_shipped.py",
+    ),
 ]
