@@ -146,7 +146,7 @@ class VerbProcess:
         if not self._started.set_running_or_notify_cancel():
             return
         try:
-            environment = _environment(self._here)
+            environment = _environment(self._here, looks_there="-P" not in self._command)
             with _written(self._inputs) as loaded:
                 process = self._start({**environment, LOADED_VARIABLE: loaded.name})
                 self._started.set_result(process)
@@ -228,15 +228,16 @@ def _written(inputs: RecipeInputs) -> IO[str]:
         ) from error
 
 
-def _environment(here: Path) -> dict[str, str]:
+def _environment(here: Path, *, looks_there: bool) -> dict[str, str]:
     """This process's, in which Python finds the ingot that was imported here: whoever imported it
-    may have put its folder on the path.
+    may have put its folder on the path. `looks_there`: Python is not told to pass over `here`.
 
     Raises:
         WrongInput: another one lies in the folder, where Python looks first.
     """
     other = here / PACKAGE.name
-    if (other / "__init__.py").is_file() and not other.samefile(PACKAGE):
+    looks_there = looks_there and not os.environ.get("PYTHONSAFEPATH")
+    if looks_there and (other / "__init__.py").is_file() and not other.samefile(PACKAGE):
         raise WrongInput(
             f"{other} would be run, and {PACKAGE} is imported here; load the recipe in another"
             " folder, or import that one"

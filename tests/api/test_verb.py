@@ -216,9 +216,18 @@ def test_the_ingot_that_was_imported_is_the_one_that_runs(
     program = (
         "import ingot, json, os; print(json.dumps([ingot.__file__, os.environ['PYTHONPATH']]))"
     )
-    with verb(program) as found:
-        pass
     path = f"{PACKAGE.parent}{os.pathsep}{tmp_path}"
-    assert list(found.result()) == [str(PACKAGE / "__init__.py"), path]
+
+    def runs_what_was_imported(started: VerbProcess) -> bool:
+        with started:
+            pass
+        return list(started.result()) == [str(PACKAGE / "__init__.py"), path]
+
+    assert runs_what_was_imported(verb(program))
     with pytest.raises(WrongInput, match="would be run, and"):
         verb(program, tmp_path).__enter__()
+    told = verb(program, tmp_path)
+    told._command.insert(1, "-P")
+    assert runs_what_was_imported(told), "Python does not look in the folder"
+    monkeypatch.setenv("PYTHONSAFEPATH", "1")
+    assert runs_what_was_imported(verb(program, tmp_path))
