@@ -105,9 +105,9 @@ class Model:
         if not 0 < len(ids) <= positions:
             raise WrongInput(f"the text has {len(ids):,} tokens; give 1 to {positions:,}")
         device = model.head_weight.device
-        tokens = torch.tensor([ids], device=device)  # [1, T]
-        places = torch.arange(len(ids), device=device).expand_as(tokens)
         with self._loaded.fewest_threads(), torch.no_grad():
+            tokens = torch.tensor([ids], device=device)  # [1, T]
+            places = torch.arange(len(ids), device=device).expand_as(tokens)
             logits = model.logits(model.hidden(tokens, places))[0, :-1].float()  # [T - 1, V]
             found = logits.log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0].tolist()
         return [

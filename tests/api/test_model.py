@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from ingot.api.curve import LiveCurve
 from ingot.api.run import StepMetrics
 from ingot.config.models.lineage import LINEAGE
 from ingot.serve import predict
+from ingot.serve.native import compute
 from ingot.serve.native.model import LoadedModel
 from tests.cli.commands import ingot as command
 from tests.cli.tiny_model import write_model
@@ -116,11 +118,14 @@ def test_threads_are_answered_in_turn_and_the_process_keeps_its_own(
     """A sequence-to-sequence model that two threads ask at once mixes up their texts; and a small
     one, which answers soonest with one thread of torch's, would leave the process one for good.
     """
-    seen = list[tuple[bool, int]]()
+    seen, meanwhile = list[tuple[bool, int]](), list[int]()
 
     def answer(loaded: LoadedModel, *_: object) -> tuple[str, dict[str, float]]:
         alone = asked._alone.locked(), torch.get_num_threads()
         seen.append(alone)
+        begins = threading.Thread(target=lambda: meanwhile.append(torch.get_num_threads()))
+        begins.start()
+        begins.join()
         return "", {}
 
     torch.set_num_threads(2)
@@ -133,7 +138,25 @@ def test_threads_are_answered_in_turn_and_the_process_keeps_its_own(
         assert asked.generate("a") == ""
         assert pool.submit(torch.get_num_threads).result() == 2
     assert seen == [(True, 1)] * 2
+    assert meanwhile == [2] * 2, "a thread that begins meanwhile keeps for good what it finds"
     assert torch.get_num_threads() == 2
+
+
+def test_a_thread_keeps_the_number_that_it_chose(one_thread: None) -> None:
+    """Whichever thread is answered first, no other one gets its number."""
+    torch.set_num_threads(2)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(torch.get_num_threads).result()  # the first time it takes the process's
+        pool.submit(torch.set_num_threads, 3).result()
+        torch.set_num_threads(2)
+        theirs = compute.one_thread()
+        pool.submit(theirs.__enter__).result()
+        with compute.one_thread():
+            assert torch.get_num_threads() == 1
+            pool.submit(theirs.__exit__, None, None, None).result()
+            assert torch.get_num_threads() == 1
+        assert torch.get_num_threads() == 2
+        assert pool.submit(torch.get_num_threads).result() == 3
 
 
 def test_a_copy_of_a_model_answers_as_it_does(model: ingot.Model) -> None:

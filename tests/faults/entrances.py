@@ -1195,8 +1195,8 @@ FAULTS = [
     Fault(
         "a-small-model-takes-the-threads",
         "ingot/serve/native/compute.py",
-        "            torch.set_num_threads(self._before)\n",
-        "            pass\n",
+        "        _set_own_threads(before)\n",
+        "        pass\n",
         "a small model that answered once leaves a notebook one thread for good",
         "tests/api/test_model.py",
     ),
@@ -1276,5 +1276,13 @@ FAULTS = [
         "return str(Path(typed))",
         "a recipe whose name begins with a dash is loaded, and its verb refuses it as an option",
         "tests/config/test_shipped.py",
+    ),
+    Fault(
+        "one-thread-for-who-begins-meanwhile",
+        "ingot/serve/native/compute.py",
+        "        fresh.submit(torch.set_num_threads, beginning).result()\n",
+        "",
+        "a thread that begins while a small model answers computes with one thread for good",
+        "tests/api/test_model.py",
     ),
 ]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
 
@@ -22,29 +25,35 @@ machine, waiting for that thread takes many times longer than the product.
 """
 
 
-class OneThread:
-    """While entered, torch computes with one thread; afterwards with as many as before, in every
-    thread that was inside: the process has other work than answers.
+_SETTING = threading.Lock()
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """While entered, torch computes with one thread for the thread that entered, and as before for
+    all others: the process has other work than answers.
     """
-
-    def __init__(self) -> None:
-        self._lock, self._inside, self._before = threading.Lock(), 0, 1
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if not self._inside:
-                self._before = torch.get_num_threads()
-            self._inside += 1
-            torch.set_num_threads(1)
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._inside -= 1
-            torch.set_num_threads(self._before)
+    with _SETTING:  # a thread that has not computed yet would begin with what is set for another
+        before = torch.get_num_threads()
+    if before == 1:
+        yield
+        return
+    try:
+        _set_own_threads(1)
+        yield
+    finally:
+        _set_own_threads(before)
 
 
-ONE_THREAD = OneThread()
-"""One for all models of a process, as the number is."""
+def _set_own_threads(count: int) -> None:
+    """How many threads torch computes with for this thread alone. torch's own function also sets
+    what every thread begins with that computes for the first time, and keeps. A thread that has
+    not computed knows what that was, and sets it again: at once, and not after an answer.
+    """
+    with _SETTING, ThreadPoolExecutor(1) as fresh:
+        beginning = fresh.submit(torch.get_num_threads).result()
+        torch.set_num_threads(count)
+        fresh.submit(torch.set_num_threads, beginning).result()
 
 
 def serving_compute(

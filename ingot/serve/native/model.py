@@ -43,7 +43,7 @@ from ingot.serve.native.causal import (
     load_causal_model,
     load_text_encoder,
 )
-from ingot.serve.native.compute import ONE_THREAD, ONE_THREAD_WEIGHTS, serving_compute
+from ingot.serve.native.compute import ONE_THREAD_WEIGHTS, one_thread, serving_compute
 from ingot.serve.native.embedding import (
     Embedder,
     EmbeddingRequest,
@@ -123,7 +123,7 @@ class LoadedModel:
 
     def fewest_threads(self) -> contextlib.AbstractContextManager[None]:
         """To be entered while the model answers in a process that has other work, too."""
-        return ONE_THREAD if self.one_thread else contextlib.nullcontext()
+        return one_thread() if self.one_thread else contextlib.nullcontext()
 
     def generator(
         self, max_rows: int, prefix_cache_mb: int = 0, *, eager: bool = False
@@ -281,7 +281,7 @@ def load(
         if packed
         else (parameter.numel() for parameter in model.parameters())
     )
-    one_thread = device.type == "cpu" and sum(counts) < ONE_THREAD_WEIGHTS
+    is_small = device.type == "cpu" and sum(counts) < ONE_THREAD_WEIGHTS
     return LoadedModel(
         model,
         checked.tokenizer,
@@ -292,7 +292,7 @@ def load(
         packed,
         checked.base,
         compute,
-        one_thread,
+        is_small,
     )
 
 
