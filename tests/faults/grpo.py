@@ -326,6 +326,22 @@ FAULTS = [
         by="tests/train/rollout/test_absent.py",
     ),
     Fault(
+        "unjudged-counted-anew",
+        "ingot/train/rollout/rollout.py",
+        'saved.get("unjudged", {}).items()',
+        "()",
+        "restarts carry a training to its end without a reward, a step or two at a time",
+        by="tests/train/rollout/test_absent.py",
+    ),
+    Fault(
+        "never-judged-to-the-end",
+        "ingot/train/rollout/rollout.py",
+        "raise_together(absent if never else None, self.mesh)",
+        "pass",
+        "a training of few prompts is exported without a reward that never judged",
+        by="tests/train/rollout/test_absent.py",
+    ),
+    Fault(
         "reward-absent-on-one-rank",
         "ingot/train/rollout/sampling.py",
         "if any(mesh.agree(float(absent is not None))):",

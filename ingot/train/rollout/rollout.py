@@ -74,13 +74,18 @@ class Rollout:
         self._sets = 1 + settings.sample_again
         self._reader = PromptReader(rows, setup.tokenizer)
         self._sampler = AnswerSampler(setup, self._reader, self._count, mesh)
+        self._last = -(-setup.last // settings.updates)
+        self._judged = set(saved.get("judged", []))
+        self._unjudged = self._sampler.unjudged = {
+            name: counts[mesh.rank] if len(counts) == mesh.world else max(counts)
+            for name, counts in saved.get("unjudged", {}).items()
+        }
         self._checksums = ChecksumThread(rows, mesh.rank, mesh.world)
         self._ahead = None
         if settings.staleness:
-            last = -(-setup.last // settings.updates)
             ahead = saved.get("ahead", {"answers": {}, "weights": {}})
             self._ahead = RolloutsAhead(
-                self._sampler, self._policy, settings.staleness, last, ahead, mesh
+                self._sampler, self._policy, settings.staleness, self._last, ahead, mesh
             )
         self._beat: Callable[[], bool] = lambda: False
         self._number = -1
@@ -113,11 +118,13 @@ class Rollout:
             self._beat = meanwhile
             try:
                 taken = self._taken(number, meanwhile)
+                if taken is None:
+                    return []
+                self._check_judged(number, taken[0])
             except RewardAbsent as absent:
                 absent.step = i
                 raise
-            if taken is None:
-                return []
+            self._unjudged = self._sampler.unjudged
             self._begin(number, taken[0])
             if self._ahead is not None:
                 self.metrics["rollout/behind"] = float(number - taken[1])
@@ -127,11 +134,25 @@ class Rollout:
     def state(self, step: int) -> dict[str, Any]:
         """What a checkpoint after `step` steps needs of the rollout that it lies inside of, or that
         the next step would begin with where a signal came in between, and of those that are sampled
-        ahead. Collective.
+        ahead; and what rewards left unjudged, on each rank, since a training that is started again
+        and again would else never count to the end. Collective.
         """
         held: dict[str, Any] = {}
         if self._ahead is not None:
             held["ahead"] = self._ahead.state(self._beat)
+        # A rollout that was given up is answered, and counted, anew; those ahead are all held.
+        unjudged = self._unjudged if self._ahead is None else self._sampler.unjudged
+        names = self._sampler.names
+        counts = self.mesh.gather([float(unjudged.get(name, 0)) for name in names])
+        held["judged"] = sorted(self._judged)
+        held["unjudged"] = {
+            name: [int(one) for one in each]
+            for name, each in zip(names, zip(*counts, strict=True), strict=True)
+            if any(each)
+        }
+        if any(name not in self._judged for name in held["unjudged"]):
+            for part in held.get("ahead", {}).values():  # what would end it is answered anew
+                part.pop(str(self._last - 1), None)
         if self._answers is not None and self._number == step // self.settings.updates:
             said = {name: value for name, value in self.metrics.items() if np.isfinite(value)}
             held |= {"number": self._number, "answers": self._answers.pack(), "metrics": said}
@@ -153,6 +174,21 @@ class Rollout:
             return self._ahead.take(number, meanwhile)
         answers = self._sample(number, meanwhile)
         return None if answers is None else (answers, number)
+
+    def _check_judged(self, number: int, answers: RolloutAnswers) -> None:
+        """Raises RewardAbsent on all ranks if this is the last rollout, and a reward was absent all
+        along: a training may have fewer prompts than it takes to tell. Collective.
+        """
+        each = zip(self._sampler.names, answers.each.T, strict=True)
+        self._judged |= {name for name, one in each if not np.isnan(one).all()}
+        if number == self._last - 1:
+            counts = self._sampler.unjudged
+            never = [name for name in counts if counts[name] and name not in self._judged]
+            absent = RewardAbsent(
+                f"reward {', '.join(never)} judged no answer of the whole training; see to it, and"
+                " run the same command again: it goes on from the newest checkpoint"
+            )
+            raise_together(absent if never else None, self.mesh)
 
     def _sample(self, number: int, meanwhile: Callable[[], bool]) -> RolloutAnswers | None:
         """The answers of a rollout: of as many sets of prompts as it takes; None if a rank was

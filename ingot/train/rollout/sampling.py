@@ -67,7 +67,8 @@ class AnswerSampler:
         self._settings, self._setup, self._mesh, self._count = settings, setup, mesh, count
         self._reader, self._rewards = reader, build_rewards(settings.rewards)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rewards")
-        self._unjudged: dict[str, int] = {}  # prompts in a row, by the reward
+        self.unjudged: dict[str, int] = {}
+        """Prompts in a row of which a reward judged no answer, by its name."""
         self.names = self._rewards.names
         self._server = None
         if settings.sampler is not None:
@@ -171,14 +172,15 @@ class AnswerSampler:
 
     def _check_present(self, scores: RewardScores, prompts: int) -> None:
         """Raises RewardAbsent if with these `prompts` there are too many that one left unjudged."""
-        self._unjudged = {name: self._unjudged.get(name, 0) + prompts for name in scores.absent}
-        for name, count in self._unjudged.items():
+        unjudged = {name: self.unjudged.get(name, 0) + prompts for name in scores.absent}
+        for name, count in unjudged.items():
             if count >= MOST_UNJUDGED:
                 raise RewardAbsent(
                     f"reward {name} judged no answer to the last {count} prompts"
                     f" ({scores.reasons[name]}); see to it, and run the same command again: it goes"
                     " on from the newest checkpoint"
                 )
+        self.unjudged = unjudged  # those of a set that ends the training are answered anew
 
     def text(self, ids: Sequence[int]) -> str:
         return self._setup.tokenizer.decode(ids)

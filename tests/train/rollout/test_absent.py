@@ -24,6 +24,9 @@ from tests.ranks import run_ranks
 from tests.train.rollout.digits import OBJECTIVE, Odd, apart, digits_recipe, odd_known
 from tests.train.rollout.test_rollout import logged, told, weights
 
+EVERY = {f"{one} {other}" for one in range(10) for other in range(10)}
+"""All prompts."""
+
 
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_a_reward_whose_server_is_gone_ends_the_attempt(
@@ -35,9 +38,39 @@ def test_a_reward_whose_server_is_gone_ends_the_attempt(
         gone = {"kind": "http", "url": f"http://127.0.0.1:{bound.getsockname()[1]}", "retries": 0}
         rewards = [*OBJECTIVE["rewards"], gone]
         recipe = apart(ready, tmp_path, {"rewards": rewards, "staleness": staleness})
-        with pytest.raises(RewardAbsent, match=r"http judged no answer to .* \(.*not answer"):
-            train(recipe)
+        for _ in range(2):  # no attempt goes further than the one before, or all would to the end
+            with pytest.raises(RewardAbsent, match=r"http judged .* \(.*not answer") as absent:
+                train(recipe)
+            assert absent.value.step == 1
+            assert [one.step for one in committed(recipe.folder.checkpoints)] == [1]
     assert not recipe.folder.model.exists()
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_reward_that_judged_nothing_ends_a_training_of_few_prompts(
+    staleness: int, ready: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has fewer than are counted before a reward is absent."""
+    knobs = {"train__steps": 3, "train__global_batch": 4, "checkpoint__every": 1}
+    recipe = apart(ready, tmp_path, {"staleness": staleness}, **knobs)
+    with monkeypatch.context() as patch:
+        patch.setattr(Odd, "unjudged", EVERY)
+        for _ in range(2):
+            with pytest.raises(RewardAbsent, match="other judged no answer of the whole") as absent:
+                train(recipe)
+            assert absent.value.step == 2
+    assert not recipe.folder.model.exists()
+    train(recipe)
+    assert recipe.folder.model.exists()
+
+
+def test_the_last_prompts_of_a_training_may_be_to_blame(
+    ready: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = apart(ready, tmp_path, train__steps=2)
+    monkeypatch.setattr(Odd, "unjudged", set(prompts_of(recipe, 8)[4:]))
+    train(recipe)
+    assert recipe.folder.model.exists()
 
 
 def test_prompts_that_a_reward_cannot_judge_end_nothing(
@@ -83,20 +116,26 @@ def prompts_of(recipe: Recipe, count: int) -> list[str]:
 
 
 def without_a_reward_on_one_rank(ready: str, target: str) -> int:
+    """The step at which it ends when it was started for the second time."""
     with odd_known(), pytest.MonkeyPatch.context() as patch:
         recipe = apart(Path(ready), Path(target))
         if os.environ["RANK"] == "1":
-            every = [f"{one} {other}" for one in range(10) for other in range(10)]
-            patch.setattr(Odd, "unjudged", set(every))
-        with pytest.raises(RewardAbsent) as absent:
-            train(recipe)
+            patch.setattr(Odd, "unjudged", EVERY)
+        for _ in range(2):
+            with pytest.raises(RewardAbsent) as absent:
+                train(recipe)
     return absent.value.step
 
 
 def test_all_ranks_keep_their_steps_where_a_reward_is_absent_on_one(
-    ready: Path, tmp_path: Path
+    ready: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each set has two prompts for either."""
+    """Each set has two prompts for either. In another layout every rank is the one."""
     steps = run_ranks(2, without_a_reward_on_one_rank, str(ready), str(tmp_path))
     assert steps == [3, 3]
-    assert [one.step for one in committed(digits_recipe(tmp_path).folder.checkpoints)] == [3]
+    recipe = digits_recipe(tmp_path)
+    assert [one.step for one in committed(recipe.folder.checkpoints)] == [3]
+    monkeypatch.setattr(Odd, "unjudged", EVERY)
+    with pytest.raises(RewardAbsent) as absent:
+        train(recipe)
+    assert absent.value.step == 3
