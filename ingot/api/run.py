@@ -18,10 +18,10 @@ from ingot.api.verb import VerbProcess, for_python
 from ingot.base.errors import WrongInput
 from ingot.base.runfolder import SET_ASIDE, RunFolder
 from ingot.base.runlog import AppendedLines
-from ingot.config.inputs import RecipeInputs, own_inputs
 from ingot.config.load import checked, read_values, split_arguments
 from ingot.config.recipe import Recipe
 from ingot.config.shipped import path_to_type, tell_names
+from ingot.config.values import RecipeInputs, own_inputs
 from ingot.report.results import (
     RESULTS,
     EvaluateResult,

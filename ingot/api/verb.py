@@ -31,7 +31,7 @@ from ingot.base.errors import (
     WrongInput,
 )
 from ingot.base.processes import own_python, preexec_die_with_parent
-from ingot.config.inputs import RecipeInputs
+from ingot.config.values import RecipeInputs
 
 OPTION = re.compile(r"--(fresh|again)\b")
 """The options of verbs that are arguments of their methods."""

@@ -17,19 +17,21 @@ from ingot.base.environment import holds_secret
 from ingot.base.errors import WrongInput
 from ingot.base.progress import say
 from ingot.config.documents import MERGE, Constructor, compose, dump, typed_value
-from ingot.config.inputs import PREFIX, RecipeInputs, own_inputs
 from ingot.config.knobs import all_knobs, changed_values, free_mappings, nearest_knob
 from ingot.config.recipe import Recipe
 from ingot.config.shipped import tell_names
 from ingot.config.values import (
     MISSING,
+    PREFIX,
     KeyPath,
+    RecipeInputs,
     Values,
     as_typed,
     dotted,
     explain_errors,
     get,
     one_line,
+    own_inputs,
     parse_path,
     set_value,
 )

@@ -19,7 +19,7 @@ import pytest
 
 from ingot.api.verb import PACKAGE, VerbProcess
 from ingot.base.errors import EXIT_STOPPED, Failed, Stopped, WrongInput
-from ingot.config.inputs import RecipeInputs
+from ingot.config.values import RecipeInputs
 from tests import forkedmain
 
 AT_SIGINT = (

@@ -7,8 +7,8 @@ import pytest
 
 from ingot.base.environment import LOADED_VARIABLE, RESOLVED_VARIABLE
 from ingot.base.errors import Failed, WrongInput
-from ingot.config.inputs import RecipeInputs, own_inputs
 from ingot.config.load import load_recipe, read_recipe, read_values
+from ingot.config.values import RecipeInputs, own_inputs
 
 RECIPE = "name: small\ndata: {train: [{source: text}]}\n"
 

@@ -1138,7 +1138,7 @@ FAULTS = [
     ),
     Fault(
         "trained-what-the-file-says-by-now",
-        "ingot/config/inputs.py",
+        "ingot/config/values.py",
         "    if loaded is None:\n",
         "    if True:\n",
         "a run that was loaded trains what another recipe has left in its file",

@@ -278,7 +278,7 @@ FAULTS = [
     ),
     Fault(
         "environment-over-a-resolved-recipe",
-        "ingot/config/inputs.py",
+        "ingot/config/values.py",
         "if RESOLVED_VARIABLE in os.environ:",
         "if False:",
         "a resolved recipe is changed once more by `.env` and by variables",

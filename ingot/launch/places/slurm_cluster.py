@@ -16,8 +16,8 @@ from ingot.base.environment import holds_secret
 from ingot.base.errors import Failed, WrongInput, differing
 from ingot.base.masking import masked
 from ingot.base.progress import duration, say
-from ingot.config.inputs import PREFIX
 from ingot.config.sections.launch import Slurm
+from ingot.config.values import PREFIX
 from ingot.launch.job import JobState
 
 COMMAND_TIMEOUT_S = 60.0
