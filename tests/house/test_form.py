@@ -96,6 +96,7 @@ BOUNDARIES: dict[str, str] = {
     "ingot.data.sources.megatron": "a kind of source, which the table of doors names",
     "ingot.models.hf.mxfp4": "a format of files, which nothing else knows",
     "ingot.models.nvidia": "what one vendor says of its devices",
+    "ingot.parallel.meeting": "what ranks tell each other before there is a mesh",
     "ingot.rewards.code": "a kind of reward, which the table of doors names",
     "ingot.rewards.sandbox.answer": "all of ours in a process that a model's code may take over",
     "ingot.serve.http.embeddings": "OpenAI's protocol of vectors, beside the one of texts",
