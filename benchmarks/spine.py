@@ -57,7 +57,7 @@ def train_ours(name: str, rows: int, seq_len: int) -> Work:
     model = random_model(name).to(mesh.device).train()
     compute = resolve_compute("auto", mesh.device)
     masters = Masters(
-        model, mesh, working=compute_weights_dtype(model, mesh, WrapSettings(compute=compute))
+        model, mesh, working=compute_weights_dtype(model, WrapSettings(compute=compute))
     )
     optimizer = make_optimizer(AdamW(), masters)
     tokens = random_rows(name, rows, seq_len)

@@ -37,7 +37,7 @@ from ingot.verify.bench import (
 )
 from ingot.verify.bench_row import measure_row
 from tests.ranks import run_ranks
-from tests.small import small_recipe, write_documents
+from tests.small import TINY_MODEL, small_recipe, write_documents
 
 ROW = {"status": "measured", "compute": "fp32"}
 
@@ -358,7 +358,8 @@ def test_models_without_a_formula_claim_no_share(tmp_path: Path) -> None:
 
 def test_memory_that_runs_out_is_a_row_whatever_of_it_lacks(tmp_path: Path) -> None:
     """An embedding of 2 TB is more than any machine that tests run on has free."""
-    recipe = small_recipe(tmp_path, tokenizer__vocab_size=16_000_000_000)
+    wide = {**TINY_MODEL, "hidden_size": 1 << 17}
+    recipe = small_recipe(tmp_path, tokenizer__vocab_size=1 << 22, model__config=wide)
     with pytest.raises(Failed, match=r"out of memory: .*can't allocate memory"):
         measured(recipe, tmp_path / "row.json", synthetic=True)
     row = json.loads((tmp_path / "row.json").read_text())
