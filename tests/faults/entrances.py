@@ -1142,7 +1142,7 @@ FAULTS = [
         "    if loaded is None:\n",
         "    if True:\n",
         "a run that was loaded trains what another recipe has left in its file",
-        "tests/config/test_inputs.py",
+        "tests/config/test_values.py",
     ),
     Fault(
         "left-without-its-checkpoint",
