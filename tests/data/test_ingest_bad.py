@@ -11,9 +11,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import fsspec.registry
 import pytest
 import zstandard
+from fsspec.registry import _registry
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -126,7 +126,7 @@ def test_a_source_that_changed_since(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gcsfs", None)
     # What a test before this one opened there fsspec still has.
-    monkeypatch.delitem(fsspec.registry._registry, "gs", raising=False)
+    monkeypatch.delitem(_registry, "gs", raising=False)
     with pytest.raises(
         WrongInput,
         match=(
