@@ -23,7 +23,7 @@ from ingot.plan.data_sample import LengthSample, data_bytes, look_at_data
 from ingot.plan.devices.coefficients import Coefficients, coefficients_of, cpu_coefficients
 from ingot.plan.loading import judge_loading, loading_seconds
 from ingot.plan.place import PlannedPlace
-from ingot.plan.ranges import Range
+from ingot.plan.ranges import Range, gib
 from ingot.plan.run_cost import PreparationCost, RunCost, RunInputs, cost_of, preparation_cost
 from ingot.plan.seconds import StepLayout, StepSeconds, step_seconds
 from ingot.plan.storage import ModelSize, formula_memory, model_size
@@ -313,11 +313,7 @@ def _judge_memory(
     for rank in memory:
         fit = rank.fit(has)
         if fit != "fits":
-            sizes = f"{rank.peak.text(_gib)} GiB of {has.text(_gib)}"
+            sizes = f"{rank.peak.text(gib)} GiB of {has.text(gib)}"
             message = f"{rank.ranks}: a step {fit} into {place.device_name}: {sizes}"
             found.append(PlanFinding("warning", "memory", message))
     return found
-
-
-def _gib(size: float) -> str:
-    return f"{size / 2**30:,.1f}"

@@ -18,9 +18,9 @@ from ingot.config.models.source import config_folder, source_config, starts_rand
 from ingot.config.recipe import Recipe
 from ingot.plan.assemble import ModelKnown, known_coefficients
 from ingot.plan.choose import Choice, Limits, UnknownSeconds, choose, rows_that_fit
-from ingot.plan.layouts import GIB, Freedom, possible_layouts
+from ingot.plan.layouts import Freedom, possible_layouts
 from ingot.plan.place import PlannedPlace, place_of_start
-from ingot.plan.ranges import Range
+from ingot.plan.ranges import Range, gib
 
 MARGIN = 0.9
 """The share of the memory with which trials of micro-batches begin."""
@@ -72,7 +72,7 @@ def automatic_layout(recipe: Recipe, place: PlannedPlace, model: ModelKnown) -> 
         return ChosenLayout(
             one.layout,
             f"of those that may fit {place.about} the one that takes least,"
-            f" {peak.text(_gib)} of {_gib(_has(place))} GiB",
+            f" {peak.text(gib)} of {gib(_has(place))} GiB",
         )
     raise WrongInput(
         f"parallel: auto finds no layout of {place.about} that fits: {_nearest(choice)}"
@@ -149,7 +149,3 @@ def _model(recipe: Recipe) -> ModelKnown:
 
 def _has(place: PlannedPlace) -> float:
     return 0.0 if place.device_bytes is None else place.device_bytes.likely
-
-
-def _gib(size: float) -> str:
-    return f"{size / GIB:.1f}"

@@ -20,7 +20,7 @@ from ingot.config.models.source import trained_kind
 from ingot.config.recipe import Recipe
 from ingot.config.sections.layout import Parallel
 from ingot.config.shape import batch_plan, check_layout, check_pipeline, expert_parameters
-from ingot.plan.ranges import Range
+from ingot.plan.ranges import GIB, Range
 from ingot.plan.storage import model_size, state_bytes
 
 LONG_ROW = 32_768
@@ -32,7 +32,6 @@ NAMED = ("tensor", "pipeline", "context", "shard", "expert", "replicate")
 """The same in the order in which people are told of a candidate."""
 FROZEN_BYTES = {"nf4": 0.5, "int8": 1.0}
 """Bytes of a weight that is not trained, at least, by the kind of `model.quantize`."""
-GIB = 2**30
 
 
 @dataclass(frozen=True)

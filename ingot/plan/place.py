@@ -19,11 +19,11 @@ from ingot.cloud.prices import hourly_price, hourly_price_of_tpu, price_table
 from ingot.config.automatic import StartDevices
 from ingot.config.recipe import Recipe
 from ingot.plan.devices.types import DeviceType, device_of_machine, device_of_tpu, device_type
-from ingot.plan.ranges import Range
+from ingot.plan.ranges import GIB, Range
 
 PlaceType = Literal["cpu", "cuda", "tpu"]
 RENTED = ("gce", "vertex", "tpu")
-GB, GIB = 1e9, 2.0**30
+GB = 1e9
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ modelled: computed from what is measured or stated by the vendor.
 guessed: general knowledge or another program's figures.
 """
 ORIGINS: tuple[Origin, ...] = get_args(Origin)
+GIB = 2**30
 
 
 def worst(origins: Iterable[Origin]) -> Origin:
@@ -87,6 +88,11 @@ class Range:
         """For people: `0.61 (0.55 to 0.7)`, or `0.61` where there is no range to speak of."""
         likely, low, high = show(self.likely), show(self.low), show(self.high)
         return likely if low == likely == high else f"{likely} ({low} to {high})"
+
+
+def gib(size: float) -> str:
+    """A number of bytes in GiB, without the unit: a range has it once, behind both bounds."""
+    return f"{size / GIB:,.1f}"
 
 
 def largest(first: Range, *others: Range) -> Range:

@@ -18,14 +18,13 @@ from ingot.config.degrees import Degrees, degrees_of
 from ingot.config.recipe import Recipe
 from ingot.plan.layouts import (
     ALL_FREE,
-    GIB,
     Candidate,
     Freedom,
     named,
     possible_layouts,
     powers,
 )
-from ingot.plan.ranges import Range
+from ingot.plan.ranges import Range, gib
 from ingot.plan.seconds import StepSeconds
 from ingot.plan.tracing.memory import (
     RankMemory,
@@ -208,7 +207,7 @@ class _Bench:
             else:
                 if fit == "may not fit":
                     self.perhaps[one] = memory
-                reason = f"{fit}: {highest_peak(memory).text(_gib)} of {_gib(has.likely)} GiB"
+                reason = f"{fit}: {highest_peak(memory).text(gib)} of {gib(has.likely)} GiB"
                 others.append((one.text(), reason))
         return fitting
 
@@ -251,7 +250,3 @@ def _enough(recipe: Recipe, layout: Degrees) -> int:
 def _size_below(most: int, rows: int) -> int:
     """The largest power of two that is at most `most` and divides the rows evenly."""
     return max(size for size in powers(max(1, most)) if rows % size == 0)
-
-
-def _gib(size: float) -> str:
-    return f"{size / GIB:.1f}"

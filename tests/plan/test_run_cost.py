@@ -13,8 +13,8 @@ from ingot.config.degrees import Degrees
 from ingot.config.models.presets import preset
 from ingot.config.recipe import Recipe
 from ingot.config.shape import parameter_count
-from ingot.plan.place import GIB, PlacePrice, PlannedPlace, place_of
-from ingot.plan.ranges import Range
+from ingot.plan.place import PlacePrice, PlannedPlace, place_of
+from ingot.plan.ranges import GIB, Range
 from ingot.plan.run_cost import ON_DEMAND, SPOT, RunCost, RunInputs, cost_of
 from ingot.plan.storage import (
     ModelSize,

@@ -14,7 +14,7 @@ from ingot.base.progress import duration
 from ingot.plan.assemble import RunPlan
 from ingot.plan.checks.finding import figure
 from ingot.plan.choose import Choice
-from ingot.plan.ranges import Range
+from ingot.plan.ranges import GIB, Range, gib
 from ingot.plan.run_cost import ON_DEMAND, SPOT
 from ingot.plan.seconds import StepSeconds
 from ingot.plan.storage import ModelSize
@@ -28,7 +28,7 @@ SELDOM = 0.05
 """Fewer restarts than this are not worth a line."""
 MOST_OTHERS = 20
 """Layouts that lose of which the reason is shown."""
-MIB, GIB = 2.0**20, 2.0**30
+MIB = 2**20
 Show = Callable[[float], str]
 
 
@@ -295,7 +295,7 @@ def show_search(choice: Choice) -> None:
         table.add_row(
             one.mark,
             one.judged.candidate.text(),
-            one.judged.peak.text(_gib),
+            one.judged.peak.text(gib),
             one.judged.step.total.text(figure),
             _known(one.seconds, duration),
             _known(one.dollars, "{:,.0f}".format),
@@ -316,7 +316,3 @@ def show_search(choice: Choice) -> None:
 
 def _known(value: Estimate, show: Callable[[float], str]) -> str:
     return "unknown" if isinstance(value, Unknown) else value.text(show)
-
-
-def _gib(size: float) -> str:
-    return f"{size / 2**30:.1f}"

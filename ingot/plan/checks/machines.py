@@ -20,8 +20,8 @@ from ingot.config.sections.grpo import GRPOSettings
 from ingot.config.sections.launch import Machine
 from ingot.plan.checks.finding import PlanFinding, figure, gigabytes
 from ingot.plan.devices.types import device_of_machine
-from ingot.plan.place import GIB, PlannedPlace, installed_gpus
-from ingot.plan.ranges import Range
+from ingot.plan.place import PlannedPlace, installed_gpus
+from ingot.plan.ranges import GIB, Range
 from ingot.plan.run_cost import RunCost
 from ingot.plan.storage import ModelSize
 from ingot.plan.unknown import Unknown, times

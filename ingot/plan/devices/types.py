@@ -16,9 +16,8 @@ from ingot.base.errors import WrongInput
 from ingot.cloud.machines import accelerators_of
 from ingot.cloud.prices import tpu_chips
 from ingot.config.sections.launch import Machine
-from ingot.plan.ranges import Range
+from ingot.plan.ranges import GIB, Range
 
-GIB = 2**30
 GUESSES = (
     "matmul",
     "attention",
