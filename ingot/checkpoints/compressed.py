@@ -88,7 +88,7 @@ def export_compressed(
         made.append(CompressedEncoding(model, kind, DTYPES[export_type], str(source), measure))
         return made[0]
 
-    lineage = copy_model(source, target, export_type=None, overwrite=overwrite, encode=encode)
+    lineage = copy_model(source, target, overwrite=overwrite, encode=encode)
     assert made[0].difference is not None
     return lineage, made[0].difference
 

@@ -179,7 +179,6 @@ def copy_model(
     source: Path,
     target: Path,
     *,
-    export_type: ExportType | None,
     overwrite: bool,
     accept: bool = False,
     encode: Callable[[AnyModel, ExportType], Encoding] | None = None,
@@ -208,10 +207,9 @@ def copy_model(
             f"{source}: its tokenizer has {tokenizer.vocab_size} ids, the model only"
             f" {model.config.vocab_size}; put the model's own there"
         )
-    if export_type is None:
-        # float16 has more digits than bf16: only in float32 is every one of its numbers the same.
-        rounded = encode is not None and stored == "float16"
-        export_type = "bf16" if stored == "bfloat16" or rounded else "fp32"
+    # float16 has more digits than bf16: only in float32 is every one of its numbers the same.
+    rounded = encode is not None and stored == "float16"
+    export_type: ExportType = "bf16" if stored == "bfloat16" or rounded else "fp32"
     lineage = {
         key: value
         for key, value in (read_lineage(source) or {"source": str(source)}).items()

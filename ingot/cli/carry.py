@@ -186,7 +186,7 @@ def copy_checked(
         copy_adapter(_adapter(folder), Path(target), overwrite=overwrite)
         return {"path": target, "format": "peft"}
     recorded = CONTENT in (read_lineage(folder) or {}) and not accept
-    made = copy_model(folder, Path(target), export_type=None, overwrite=overwrite, accept=accept)
+    made = copy_model(folder, Path(target), overwrite=overwrite, accept=accept)
     checked = (
         "every tensor is as it was exported"
         if recorded

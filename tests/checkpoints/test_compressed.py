@@ -116,7 +116,7 @@ def test_transformers_reads_the_model_that_we_read(tmp_path: Path, name: str) ->
         for file in TOKENIZER:
             (source / file).write_bytes((tmp_path / "words" / file).read_bytes())
     export_compressed(source, tmp_path / "few", kind, overwrite=False)
-    copy_model(tmp_path / "few", tmp_path / "plain", export_type="fp32", overwrite=False)
+    copy_model(tmp_path / "few", tmp_path / "plain", overwrite=False)
     assert "quantization_config" not in json.loads((tmp_path / "plain/config.json").read_text())
     found, wanted, before = (logits(tmp_path / each) for each in ("few", "plain", "source"))
     assert (found - wanted).abs().max() <= LOGPROB * wanted.abs().max()

@@ -81,7 +81,7 @@ def test_a_copy_wants_a_tokenizer_that_fits_and_replaces_only_models(tmp_path: P
             rf" {tokenizer.vocab_size - 1}"
         ),
     ):
-        copy_model(source, target, export_type=None, overwrite=False)
+        copy_model(source, target, overwrite=False)
     assert not target.exists()
     fitting = Decoder(DecoderConfig.from_hf(CONFIG))
     init_weights(fitting, 0)
@@ -89,12 +89,12 @@ def test_a_copy_wants_a_tokenizer_that_fits_and_replaces_only_models(tmp_path: P
     target.mkdir()
     (target / "notes.txt").write_text("mine")
     with pytest.raises(WrongInput, match="add --overwrite"):
-        copy_model(source, target, export_type=None, overwrite=False)
+        copy_model(source, target, overwrite=False)
     with pytest.raises(WrongInput, match="is no model folder"):
-        copy_model(source, target, export_type=None, overwrite=True)
+        copy_model(source, target, overwrite=True)
     (target / "notes.txt").unlink()
-    copy_model(source, target, export_type=None, overwrite=True)
-    copy_model(source, target, export_type=None, overwrite=True)
+    copy_model(source, target, overwrite=True)
+    copy_model(source, target, overwrite=True)
     assert (target / "config.json").exists()
 
 
@@ -108,7 +108,7 @@ def test_a_copy_of_float16_has_the_same_numbers(tmp_path: Path) -> None:
     save_file({name: one.half() for name, one in load_file(file).items()}, file)
     values = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps({**values, "dtype": "float16"}))
-    made = copy_model(source, target, export_type=None, overwrite=False)
+    made = copy_model(source, target, overwrite=False)
     assert made["export_type"] == "fp32"
     before, after = load_file(file), load_file(target / "model.safetensors")
     assert all(torch.equal(after[name], one.float()) for name, one in before.items())
@@ -128,7 +128,7 @@ def adapter(tmp_path: Path) -> Path:
 
 
 def test_an_adapter_becomes_a_whole_model(adapter: Path, tmp_path: Path) -> None:
-    copy_model(adapter, tmp_path / "whole", export_type=None, overwrite=False)
+    copy_model(adapter, tmp_path / "whole", overwrite=False)
     tokens, positions = torch.tensor([[5, 6, 7, 8]]), torch.arange(4)[None]
     said = [
         model.logits(model.hidden(tokens, positions))
@@ -164,7 +164,7 @@ def test_an_adapter_is_copied_once_its_tensors_are_checked(adapter: Path, tmp_pa
 def test_the_command_exports_the_adapter_of_a_run(
     adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    copy_model(adapter, tmp_path / "run" / "model", export_type=None, overwrite=False)
+    copy_model(adapter, tmp_path / "run" / "model", overwrite=False)
     assert export(str(tmp_path / "run"), str(tmp_path / "out"), "peft") == 0
     assert capsys.readouterr().out.strip() == str(tmp_path / "out")
     assert is_adapter(tmp_path / "out")

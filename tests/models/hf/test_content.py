@@ -80,9 +80,7 @@ def test_whatever_reads_weights_refuses_changed_ones(changed: Path) -> None:
         "transformers": lambda: load(changed, engine="transformers"),
         "stored_tensors": lambda: list(stored_tensors(changed)),
         "named_tensors": lambda: list(named_tensors(changed, shapes, config)),
-        "copy_model": lambda: copy_model(
-            changed, changed.parent / "copy", export_type=None, overwrite=False
-        ),
+        "copy_model": lambda: copy_model(changed, changed.parent / "copy", overwrite=False),
     }
     for read in readers.values():
         with pytest.raises(WrongInput, match=CHANGED):
@@ -264,7 +262,7 @@ def test_a_changed_tokenizer_is_refused_as_changed_weights_are(
     for read in (load_tokenizer, load, check_content):
         with pytest.raises(WrongInput, match=told):
             read(folder)
-    copy_model(folder, tmp_path / "new", export_type=None, overwrite=False, accept=True)
+    copy_model(folder, tmp_path / "new", overwrite=False, accept=True)
     load_tokenizer(tmp_path / "new")
 
 

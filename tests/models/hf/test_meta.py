@@ -149,7 +149,7 @@ def test_meta_files_import_as_the_model_that_they_were_made_of(
     from transformers import AutoModelForCausalLM
 
     folder = make_meta(tmp_path, like, world)
-    made = copy_model(folder, tmp_path / "copy", export_type=None, overwrite=False)
+    made = copy_model(folder, tmp_path / "copy", overwrite=False)
     assert made["export_type"] == "fp32"
     theirs, ours = (
         AutoModelForCausalLM.from_pretrained(tmp_path / "hf"),
@@ -178,10 +178,7 @@ def test_the_type_of_the_weights_is_kept(tmp_path: Path) -> None:
     model, stored = load_meta(folder, device=CPU)
     assert stored == torch.bfloat16
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
-    assert (
-        copy_model(folder, tmp_path / "copy", export_type=None, overwrite=False)["export_type"]
-        == "bf16"
-    )
+    assert copy_model(folder, tmp_path / "copy", overwrite=False)["export_type"] == "bf16"
     assert model_config(tmp_path / "copy")["dtype"] == "bfloat16"
 
 
@@ -378,21 +375,21 @@ def test_import_as_a_person_types_it(tmp_path: Path) -> None:
 
 def test_import_wants_a_tokenizer_that_fits_and_a_free_folder(tmp_path: Path) -> None:
     folder, target = make_meta(tmp_path), tmp_path / "copy"
-    copy_model(folder, target, export_type=None, overwrite=False)
+    copy_model(folder, target, overwrite=False)
     with pytest.raises(WrongInput, match="add --overwrite"):
-        copy_model(folder, target, export_type=None, overwrite=False)
-    copy_model(folder, target, export_type=None, overwrite=True)
+        copy_model(folder, target, overwrite=False)
+    copy_model(folder, target, overwrite=True)
     (folder / "tokenizer.model").write_bytes(ranks_file())
     before = sorted(target.iterdir())
     with pytest.raises(WrongInput, match="its tokenizer has 530 ids, the model only 340"):
-        copy_model(folder, target, export_type=None, overwrite=True)
+        copy_model(folder, target, overwrite=True)
     other = tmp_path / "other"
     other.mkdir()
     (other / "thesis.tex").write_text("mine")
     with pytest.raises(WrongInput, match="is no model folder, and --overwrite replaces only those"):
-        copy_model(folder, other, export_type=None, overwrite=True)
+        copy_model(folder, other, overwrite=True)
     assert (other / "thesis.tex").exists()
     (folder / "tokenizer.model").unlink()
     with pytest.raises(WrongInput, match="tokenizer"):
-        copy_model(folder, target, export_type=None, overwrite=True)
+        copy_model(folder, target, overwrite=True)
     assert sorted(target.iterdir()) == before
