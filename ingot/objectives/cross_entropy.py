@@ -38,6 +38,7 @@ class CrossEntropy(TokenObjective):
 
     @classmethod
     def from_settings(cls, settings: ObjectiveSettings, inputs: ObjectiveInputs) -> CrossEntropy:
+        """It has no knobs and needs no inputs: what measures a model makes one without them."""
         return cls()
 
     @summed_only

@@ -10,7 +10,6 @@ from torch.nn import functional
 
 from ingot.config.sections import objective as config
 from ingot.data.batches.loader import Batch
-from ingot.models.native.decoder import Decoder
 from ingot.models.native.head import LogitsView, summed_only
 from ingot.objectives.cross_entropy import TokenObjective
 from ingot.objectives.protocol import ObjectiveInputs
@@ -22,18 +21,12 @@ class Distill(TokenObjective):
 
     The teacher's hidden states are passed along with the student's; its logits are computed chunk
     by chunk, as the student's are.
-
-    Args:
-        teacher: in evaluation mode, with the student's vocabulary, on the student's device.
     """
 
-    def __init__(self, teacher: Decoder, temperature: float, alpha: float) -> None:
-        self.teacher, self.temperature, self.alpha = teacher, temperature, alpha
-
-    @classmethod
-    def from_settings(cls, settings: config.DistillSettings, inputs: ObjectiveInputs) -> Distill:
+    def __init__(self, settings: config.DistillSettings, inputs: ObjectiveInputs) -> None:
         assert inputs.teacher is not None
-        return cls(inputs.teacher, settings.temperature, settings.alpha)
+        self.teacher = inputs.teacher
+        self.temperature, self.alpha = settings.temperature, settings.alpha
 
     @torch.no_grad()
     def extras(self, batch: Batch, segments: Tensor | None) -> Tensor:

@@ -105,20 +105,15 @@ class GRPO:
     Batches without `values` hold given answers rather than sampled ones (held-out rows): their
     loss is the cross-entropy, at temperature 1.
 
-    Args:
-        settings: clipping, penalty and temperature; how advantages and weights come about is the
-            matter of who makes the batches.
+    Clipping, penalty and temperature are its own; how advantages and weights come about is the
+    matter of who makes the batches.
     """
 
-    def __init__(self, settings: config.GRPOSettings) -> None:
+    def __init__(self, settings: config.GRPOSettings, inputs: ObjectiveInputs) -> None:
         self._temperature = settings.temperature
         self._least, self._most = 1 - settings.clip, 1 + settings.upper_clip
         self._kl, self._estimator = settings.kl, settings.kl_estimator
         self._cap = settings.importance_cap
-
-    @classmethod
-    def from_settings(cls, settings: config.GRPOSettings, inputs: ObjectiveInputs) -> GRPO:
-        return cls(settings)
 
     def targets(self, batch: Batch) -> int:
         """The loss's divisor, which the batches of a step state among them; of given answers the

@@ -44,24 +44,14 @@ class KTO(AnswerObjective):
     KL estimates how far the policy is from its reference: the mean of the log-ratio over answers to
     other prompts, over the whole global batch, at least 0 and without gradient. Each sample of a
     batch is therefore two rows: the answer, and its prompt with the answer of another sample.
-
-    Args:
-        reference: summed log-probabilities under the reference of both rows of a sample,
-            `[rows, 2]`, by row number; on the training device.
+    The reference's log-probabilities are those of both rows.
     """
 
-    def __init__(
-        self, beta: float, desirable_weight: float, undesirable_weight: float, reference: Tensor
-    ) -> None:
-        self.beta, self.weights = beta, (desirable_weight, undesirable_weight)
-        self._own, self._other = (LogRatio(reference[:, side]) for side in range(2))
-        self._kl: Tensor | None = None
-
-    @classmethod
-    def from_settings(cls, settings: config.KTOSettings, inputs: ObjectiveInputs) -> KTO:
+    def __init__(self, settings: config.KTOSettings, inputs: ObjectiveInputs) -> None:
         assert inputs.reference is not None
-        weights = settings.desirable_weight, settings.undesirable_weight
-        return cls(settings.beta, *weights, inputs.reference)
+        self.settings = settings
+        self._own, self._other = (LogRatio(inputs.reference[:, side]) for side in range(2))
+        self._kl: Tensor | None = None
 
     def first_pass(self) -> LogRatio:
         return self._other
@@ -82,11 +72,11 @@ class KTO(AnswerObjective):
         how far rewards lie on their right side of it, and `rewards/accuracy` how many do.
         """
         assert self._kl is not None, "the first pass comes before the loss"
-        live, good = batch.rows >= 0, batch.ratings > 0
+        knobs, live, good = self.settings, batch.rows >= 0, batch.ratings > 0
         gain = self._own.of(values, batch, all_sum)
-        margin = self.beta * torch.where(good, gain - self._kl, self._kl - gain)
+        margin = knobs.beta * torch.where(good, gain - self._kl, self._kl - gain)
         short = torch.sigmoid(-margin)
-        loss = torch.where(good, self.weights[0] * short, self.weights[1] * short)
+        loss = torch.where(good, knobs.desirable_weight * short, knobs.undesirable_weight * short)
         metrics = {
             "kl": self._kl.expand(len(live)),
             "rewards/margin": margin,

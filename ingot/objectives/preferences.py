@@ -131,44 +131,22 @@ class DPO(PairObjective):
     """-log sigmoid(beta * ((chosen - its reference) - (rejected - its reference))), summed over
     pairs.
 
-    Args:
-        beta: how strongly the policy is held to the reference.
-        label_smoothing: the share of pairs assumed to be labelled the wrong way round.
-        reference: summed log-probabilities under the reference `[rows, 2]`, by row number; on the
-            training device.
-        normalize_length: whether answers are compared by their log-ratio per token.
-        sft_weight: weight of the chosen answer's cross-entropy per token, which is added.
+    With `normalize_length` answers are compared by their log-ratio per token; `sft_weight` times
+    the chosen answer's cross-entropy per token is added.
     """
 
-    def __init__(
-        self,
-        beta: float,
-        label_smoothing: float,
-        reference: Tensor,
-        *,
-        normalize_length: bool = False,
-        sft_weight: float = 0.0,
-    ) -> None:
-        self.beta, self.label_smoothing, self.reference = beta, label_smoothing, reference
-        self.normalize_length, self.sft_weight = normalize_length, sft_weight
-
-    @classmethod
-    def from_settings(cls, settings: config.DPOSettings, inputs: ObjectiveInputs) -> DPO:
+    def __init__(self, settings: config.DPOSettings, inputs: ObjectiveInputs) -> None:
         assert inputs.reference is not None
-        return cls(
-            settings.beta,
-            settings.label_smoothing,
-            inputs.reference,
-            normalize_length=settings.normalize_length,
-            sft_weight=settings.sft_weight,
-        )
+        self.settings, self.reference = settings, inputs.reference
 
     def compare(self, answers: Answers) -> tuple[Tensor, Tensor, Tensor]:
-        rewards = self.beta * answers.gains(self.reference, normalize_length=self.normalize_length)
+        knobs = self.settings
+        gains = answers.gains(self.reference, normalize_length=knobs.normalize_length)  # [B, 2]
+        rewards = knobs.beta * gains
         margin = rewards[:, 0] - rewards[:, 1]
-        loss = sigmoid_loss(margin, self.label_smoothing)
-        if self.sft_weight:
-            loss = loss - self.sft_weight * answers.mean_log_p[:, 0]
+        loss = sigmoid_loss(margin, knobs.label_smoothing)
+        if knobs.sft_weight:
+            loss = loss - knobs.sft_weight * answers.mean_log_p[:, 0]
         return loss, rewards, margin
 
 
@@ -179,18 +157,15 @@ class IPO(PairObjective):
     The rewards that are logged are beta times the gains: their margin is driven to 1/2.
     """
 
-    def __init__(self, beta: float, reference: Tensor, *, normalize_length: bool) -> None:
-        self.beta, self.reference, self.normalize_length = beta, reference, normalize_length
-
-    @classmethod
-    def from_settings(cls, settings: config.IPOSettings, inputs: ObjectiveInputs) -> IPO:
+    def __init__(self, settings: config.IPOSettings, inputs: ObjectiveInputs) -> None:
         assert inputs.reference is not None
-        return cls(settings.beta, inputs.reference, normalize_length=settings.normalize_length)
+        self.settings, self.reference = settings, inputs.reference
 
     def compare(self, answers: Answers) -> tuple[Tensor, Tensor, Tensor]:
-        gains = answers.gains(self.reference, normalize_length=self.normalize_length)  # [B, 2]
-        distance = gains[:, 0] - gains[:, 1] - 1 / (2 * self.beta)
-        rewards = self.beta * gains
+        knobs = self.settings
+        gains = answers.gains(self.reference, normalize_length=knobs.normalize_length)  # [B, 2]
+        distance = gains[:, 0] - gains[:, 1] - 1 / (2 * knobs.beta)
+        rewards = knobs.beta * gains
         return distance.square(), rewards, rewards[:, 0] - rewards[:, 1]
 
 

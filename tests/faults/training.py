@@ -612,9 +612,8 @@ FAULTS = [
     Fault(
         "dpo-sides-swapped",
         "ingot/objectives/preferences.py",
-        "rewards = self.beta * answers.gains(self.reference, normalize_length=self.normalize_length)",
-        "rewards = -self.beta"
-        " * answers.gains(self.reference, normalize_length=self.normalize_length)",
+        "rewards = knobs.beta * gains\n        margin = rewards[:, 0] - rewards[:, 1]\n        loss",
+        "rewards = -knobs.beta * gains\n        margin = rewards[:, 0] - rewards[:, 1]\n        loss",
         "DPO prefers the rejected answers",
     ),
     Fault(

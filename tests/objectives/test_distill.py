@@ -7,6 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from ingot.config.sections.objective import DistillSettings
 from ingot.data.batches.loader import Batch
 from ingot.models.native import head
 from ingot.models.native.config import DecoderConfig
@@ -14,6 +15,7 @@ from ingot.models.native.decoder import Decoder
 from ingot.models.parameters import init_weights
 from ingot.objectives.distill import Distill
 from ingot.objectives.forward import forward
+from ingot.objectives.protocol import ObjectiveInputs
 from tests import tolerances
 
 VOCAB, TIME = 41, 12
@@ -32,6 +34,13 @@ def decoder(hidden: int, seed: int) -> Decoder:
     model = Decoder(DecoderConfig.from_hf({**SIZES, "hidden_size": hidden}))
     init_weights(model, seed)
     return model
+
+
+def distill(teacher: Decoder, temperature: float, alpha: float) -> Distill:
+    settings = DistillSettings(
+        kind="distill", teacher="given", temperature=temperature, alpha=alpha
+    )
+    return Distill(settings, ObjectiveInputs(teacher=teacher))
 
 
 def batch() -> Batch:
@@ -78,7 +87,7 @@ def test_it_is_the_formula_in_float64(
 ) -> None:
     monkeypatch.setattr(head, "CHUNK_LOGITS", chunk)
     student, teacher, given = decoder(16, 0), decoder(24, 1).eval().requires_grad_(False), batch()
-    objective = Distill(teacher, temperature, alpha)
+    objective = distill(teacher, temperature, alpha)
     loss, _ = forward(student, objective, given, "fp32", torch.device("cpu"))
     loss.backward()
     found = {
@@ -103,6 +112,6 @@ def test_it_is_the_formula_in_float64(
 def test_a_teacher_that_is_the_student_leaves_the_cross_entropy_alone() -> None:
     student, given = decoder(16, 0), batch()
     twin = decoder(16, 0).eval()
-    plain, _ = forward(student, Distill(twin, 2.0, 1e-9), given, "fp32", torch.device("cpu"))
-    half, _ = forward(student, Distill(twin, 2.0, 0.5), given, "fp32", torch.device("cpu"))
+    plain, _ = forward(student, distill(twin, 2.0, 1e-9), given, "fp32", torch.device("cpu"))
+    half, _ = forward(student, distill(twin, 2.0, 0.5), given, "fp32", torch.device("cpu"))
     assert float(half) == pytest.approx(float(plain) / 2, rel=tolerances.LOSS_FP32)

@@ -17,6 +17,7 @@ from ingot.config.sections.grpo import GRPOSettings
 from ingot.data.batches.loader import Batch
 from ingot.models.native.head import LogitsView
 from ingot.objectives.grpo import GRPO, AnswerValues, group_advantages
+from ingot.objectives.protocol import ObjectiveInputs
 from ingot.train.rollout.answers import RolloutAnswers, shares_of
 
 END, VOCABULARY, MOST = 0, 3, 2
@@ -37,6 +38,10 @@ def settings(**knobs: Any) -> GRPOSettings:
             **knobs,
         }
     )
+
+
+def grpo(**knobs: Any) -> GRPO:
+    return GRPO(settings(**knobs), ObjectiveInputs())
 
 
 class Policy:
@@ -99,7 +104,7 @@ def batch(values: AnswerValues, live: Tensor, count: int = 1) -> Batch:
 
 def expected_gradient(policy: Policy, knobs: GRPOSettings) -> Tensor:
     """The mean of the gradient of the loss over all groups, each as likely as it is drawn."""
-    objective = GRPO(knobs)
+    objective = GRPO(knobs, ObjectiveInputs())
     tokens = policy.tokens(objective)
     likely = tokens.detach().sum(dim=1).exp()
     assert float(likely.sum()) == pytest.approx(1, abs=NEVER)
@@ -187,7 +192,7 @@ def test_the_penalty_has_the_gradient_that_is_told_of_it(
 ) -> None:
     """Over all answers: the divergence at each prefix, which is as likely as it is sampled."""
     policy = Policy()
-    objective = GRPO(settings(kl=0.5, kl_estimator=estimator))
+    objective = grpo(kl=0.5, kl_estimator=estimator)
     theirs = torch.randn(3, VOCABULARY, dtype=torch.float64).log_softmax(-1)
     tokens = policy.tokens(objective)
     likely = tokens.detach().sum(dim=1).exp()
@@ -226,7 +231,7 @@ def test_a_ratio_outside_stops_the_gradient_on_one_side(
     values = torch.tensor([[-1.0]], dtype=torch.float64, requires_grad=True)
     one = torch.ones(1, 1, dtype=torch.float64)
     given = AnswerValues(advantage * one, *[values.detach() - np.log(ratio)] * 2, one * 0, one, one)
-    loss, metrics = GRPO(settings()).reduce(values, batch(given, one > 0), lambda part: part)
+    loss, metrics = grpo().reduce(values, batch(given, one > 0), lambda part: part)
     loss.backward()
     assert values.grad is not None
     wanted = -ratio * advantage if flows else 0.0
@@ -241,9 +246,7 @@ def test_the_upper_bound_has_a_knob_of_its_own() -> None:
     values = torch.tensor([[-1.0]], dtype=torch.float64, requires_grad=True)
     one = torch.ones(1, 1, dtype=torch.float64)
     given = AnswerValues(one, *[values.detach() - np.log(1.25)] * 2, one * 0, one, one)
-    loss, _ = GRPO(settings(clip_high=0.28)).reduce(
-        values, batch(given, one > 0), lambda part: part
-    )
+    loss, _ = grpo(clip_high=0.28).reduce(values, batch(given, one > 0), lambda part: part)
     loss.backward()
     assert values.grad is not None
     assert float(values.grad) == pytest.approx(-1.25)
@@ -265,9 +268,7 @@ def test_answers_of_another_policy_are_corrected_once(old: str) -> None:
     """
     logits, others, rewards = one_token_answers()
     tokens = logits.log_softmax(-1)
-    objective = GRPO(
-        settings(old_logprobs="recomputed", importance_cap=1e9, clip=1 - 1e-9, clip_high=1e9)
-    )
+    objective = grpo(old_logprobs="recomputed", importance_cap=1e9, clip=1 - 1e-9, clip_high=1e9)
     total = torch.zeros((), dtype=torch.float64)
     for group in itertools.product(range(5), repeat=GROUP):
         chosen = list(group)
@@ -299,7 +300,7 @@ def test_the_weight_is_truncated_and_has_no_gradient() -> None:
     apart = torch.tensor([[4.0, 0.5, 1e30]], dtype=torch.float64).log()
     live = torch.tensor([[1.0, 1.0, 0.0]], dtype=torch.float64)
     given = AnswerValues(live, values.detach() - apart, values.detach(), live * 0, 3 * live, live)
-    loss, metrics = GRPO(settings()).reduce(values, batch(given, live > 0), lambda part: part)
+    loss, metrics = grpo().reduce(values, batch(given, live > 0), lambda part: part)
     loss.backward()
     assert values.grad is not None
     assert values.grad.tolist() == [pytest.approx([-2.0 * 3, -0.5 * 3, 0.0], abs=NEVER)]
@@ -312,7 +313,7 @@ def test_with_the_samplers_own_log_probabilities_no_bit_changes() -> None:
     sampled = (values + 0.3 * torch.randn(4, 7)).detach()
     advantage, weight = torch.randn(4, 7), torch.rand(4, 7)
     given = AnswerValues(advantage, sampled, sampled, sampled * 0, weight, weight)
-    loss, _ = GRPO(settings(old_logprobs="recomputed", importance_cap=1.0)).reduce(
+    loss, _ = grpo(old_logprobs="recomputed", importance_cap=1.0).reduce(
         values, batch(given, weight > 0), lambda part: part
     )
     ratio = (values - sampled).exp()

@@ -43,6 +43,10 @@ from tests.ranks import run_ranks
 CPU = torch.device("cpu")
 
 
+def kto(reference: torch.Tensor, **knobs: Any) -> KTO:
+    return KTO(KTOSettings(kind="kto", beta=0.3, **knobs), ObjectiveInputs(reference))
+
+
 def rated(count: int = 4, time: int = 24, seed: int = 0) -> Batch:
     """Answers of unequal lengths, and behind each prompt the answer of the sample before as well;
     every third one is bad.
@@ -152,7 +156,9 @@ def test_loss_kl_and_gradients_are_trls(folders: tuple[Path, Path], swapped: boo
     wanted = theirs.compute_loss(theirs.model, as_trl(batch))
     wanted.backward()
     model = load_model(policy, device=CPU).train()
-    objective = KTO(0.3, 1.5, 0.7, log_probabilities(reference, batch))
+    objective = kto(
+        log_probabilities(reference, batch), desirable_weight=1.5, undesirable_weight=0.7
+    )
     found, told = losses(model, objective, [batch])
     found.backward()
     assert float(found.detach()) == pytest.approx(float(wanted.detach()), abs=tolerances.TRL)
@@ -167,7 +173,7 @@ def test_its_kl_is_of_a_model_without_dropout_which_has_it_again_for_the_loss(
     batch, modes = rated(), list[bool]()
     model = load_model(folders[0], device=CPU).train()
     model.register_forward_pre_hook(lambda module, _: modes.append(module.training))
-    losses(model, KTO(0.3, 1.0, 1.0, log_probabilities(folders[1], batch)), [batch])
+    losses(model, kto(log_probabilities(folders[1], batch)), [batch])
     assert modes == [False, True]
 
 
@@ -182,7 +188,7 @@ def kl_of_two_ranks(folders: tuple[Path, Path]) -> float:
             compute="fp32",
             row_sharing=row_sharing(mesh),
         )
-        objective = KTO(0.3, 1.0, 1.0, log_probabilities(folders[1], batch))
+        objective = kto(log_probabilities(folders[1], batch))
         (rows,) = take_first_pass(context, objective, [mine], 5)
         _, told = forward(context.module, objective, rows, "fp32", CPU)
         return float(told["kl"]) / len(mine.rows)
@@ -195,7 +201,7 @@ def test_its_kl_is_one_number_however_the_batch_is_split(folders: tuple[Path, Pa
     found = []
     for parts in (((0, 1, 2, 3, 4),), ((0,), (1, 2), (3, 4)), ((4, 0), (1,), (2, 3))):
         model = load_model(policy, device=CPU).train()
-        objective = KTO(0.3, 1.0, 1.0, table)
+        objective = kto(table)
         loss, told = losses(model, objective, [of_rows(batch, *rows) for rows in parts])
         loss.backward()
         gradient = torch.cat(
@@ -221,7 +227,7 @@ def test_the_formula_holds_in_float64() -> None:
     reference = -9 * torch.rand(6, 2, generator=generator, dtype=torch.float64)
     batch = Batch(*(torch.zeros(6, 1),) * 4, torch.arange(6), torch.tensor([1, 0, 0, 1, 0, 1]))
     for kl in (0.8, -0.4):
-        objective = KTO(0.3, 1.5, 0.7, reference)
+        objective = kto(reference, desirable_weight=1.5, undesirable_weight=0.7)
         objective.finish_first_pass(torch.tensor(kl, dtype=torch.float64))
         found, _ = objective.reduce(log_p[:, None], batch, lambda part: part)
         wanted = 0.0
@@ -242,7 +248,7 @@ def test_what_fills_a_batch_up_counts_nothing(folders: tuple[Path, Path]) -> Non
     results = []
     for given in (moved, filled_up(moved)):
         model = load_model(folders[0], device=CPU).train()
-        loss, told = losses(model, KTO(0.3, 1.0, 1.0, table), [given])
+        loss, told = losses(model, kto(table), [given])
         results.append((float(loss.detach()), told["kl"], told["rewards/accuracy"]))
     assert results[1] == pytest.approx(results[0], rel=tolerances.NLL_FP32)
 
@@ -269,10 +275,7 @@ def test_each_prompt_meets_the_answer_of_another(tmp_path: Path) -> None:
         assert int(single[row].ratings) == int(whole.ratings[row])
     assert sorted(others) == sorted(answers)
     assert sum(one == other for one, other in zip(answers, others, strict=True)) < len(rows) // 4
-    assert isinstance(
-        KTO.from_settings(KTOSettings(kind="kto"), ObjectiveInputs(torch.zeros(1, 2))),
-        TwoPassObjective,
-    )
+    assert isinstance(kto(torch.zeros(1, 2)), TwoPassObjective)
 
 
 def test_a_mixed_row_is_a_prompt_and_an_answer() -> None:

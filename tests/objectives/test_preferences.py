@@ -13,7 +13,7 @@ import pytest
 import torch
 from datasets import Dataset
 
-from ingot.config.sections.objective import ORPOSettings, SimPOSettings
+from ingot.config.sections.objective import DPOSettings, IPOSettings, ORPOSettings, SimPOSettings
 from ingot.data.batches.loader import Batch, fixed_batches
 from ingot.data.batches.rows import open_rows
 from ingot.data.ingest import ingest
@@ -57,6 +57,14 @@ def pairs(count: int = 4, time: int = 24, seed: int = 0, prompt_length: int = 3)
     segments = (tokens != 0).long()
     positions = (segments.cumsum(1) - 1).clamp_min(0)
     return Batch(tokens, labels, positions, segments, rows=torch.arange(count))
+
+
+def dpo(reference: torch.Tensor, **knobs: Any) -> DPO:
+    return DPO(DPOSettings(kind="dpo", **knobs), ObjectiveInputs(reference))
+
+
+def ipo(reference: torch.Tensor, **knobs: Any) -> IPO:
+    return IPO(IPOSettings(kind="ipo", beta=0.3, **knobs), ObjectiveInputs(reference))
 
 
 def filled_up(batch: Batch) -> Batch:
@@ -158,9 +166,7 @@ def test_loss_rewards_and_gradients_are_trls(
     model = load_model(policy, device=CPU).train()
     known = log_probabilities(reference, batch)
     objective: PairObjective = (
-        IPO(0.3, known, normalize_length=True)
-        if "ipo" in ours_knobs
-        else DPO(0.3, ours_knobs.pop("label_smoothing", 0.0), known, **ours_knobs)
+        ipo(known) if "ipo" in ours_knobs else dpo(known, beta=0.3, **ours_knobs)
     )
     found, told = forward(model, objective, batch, "fp32", CPU)
     (found / count).backward()
@@ -275,8 +281,11 @@ def test_formulas_hold_in_float64() -> None:
     reference = -20 * torch.rand(6, 2, generator=generator, dtype=torch.float64)
     answers = Answers(log_p, lengths, torch.arange(6))
     cases = [
-        (DPO(0.3, 0.1, reference, normalize_length=True, sft_weight=0.5), "dpo"),
-        (IPO(0.3, reference, normalize_length=False), "ipo"),
+        (
+            dpo(reference, beta=0.3, label_smoothing=0.1, normalize_length=True, sft_weight=0.5),
+            "dpo",
+        ),
+        (ipo(reference, normalize_length=False), "ipo"),
         (SimPO(SimPOSettings(kind="simpo", beta=2, margin=0.7), ObjectiveInputs()), "simpo"),
         (ORPO(ORPOSettings(kind="orpo", beta=0.4), ObjectiveInputs()), "orpo"),
     ]
@@ -358,7 +367,7 @@ def test_real_pairs_give_trls_numbers(
     table[:6] = log_probabilities(made[1], batch)
     wanted.backward()
     model = load_model(made[0], device=CPU).train()
-    loss, told = forward(model, DPO(0.1, 0.0, table), batch, "fp32", CPU)
+    loss, told = forward(model, dpo(table, beta=0.1), batch, "fp32", CPU)
     (loss / 6).backward()
     assert_gradients_equal(model, theirs)
     assert float(loss.detach()) / 6 == pytest.approx(float(wanted.detach()), abs=tolerances.TRL)
@@ -384,8 +393,8 @@ def test_what_fills_a_batch_up_counts_nothing_even_where_the_reference_is_unknow
     for given, known in ((batch, table), (filled_up(moved), torch.cat((unknown, table)))):
         model = load_model(policy, device=CPU).train()
         objective: PairObjective = {
-            "dpo": lambda known: DPO(0.3, 0.1, known),
-            "ipo": lambda known: IPO(0.3, known, normalize_length=True),
+            "dpo": lambda known: dpo(known, beta=0.3, label_smoothing=0.1),
+            "ipo": ipo,
             "simpo": lambda known: SimPO(SimPOSettings(kind="simpo"), ObjectiveInputs()),
             "orpo": lambda known: ORPO(ORPOSettings(kind="orpo"), ObjectiveInputs()),
         }[kind](known)
@@ -414,7 +423,7 @@ def test_a_policy_that_is_its_reference_starts_at_log_2(folders: tuple[Path, Pat
     batch = pairs(4)
     model = load_model(folders[0], device=CPU)
     loss, told = forward(
-        model, DPO(0.5, 0.0, log_probabilities(folders[0], batch)), batch, "fp32", CPU
+        model, dpo(log_probabilities(folders[0], batch), beta=0.5), batch, "fp32", CPU
     )
     assert float(loss) / 4 == pytest.approx(0.6931471805599453, rel=tolerances.LOSS_FP32)
     assert float(told["rewards/margin"].abs()) < tolerances.TRL

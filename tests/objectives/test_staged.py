@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ingot.config.sections.layout import Parallel
 from ingot.config.sections.lora import Lora
+from ingot.config.sections.objective import DistillSettings
 from ingot.config.sections.training import SGD
 from ingot.data.batches.loader import Batch
 from ingot.models.adapters.lora import add_lora
@@ -22,7 +23,7 @@ from ingot.models.parameters import init_weights, local_tensor
 from ingot.models.spec import ModelSpec, create_model, materialize_model
 from ingot.objectives.cross_entropy import CrossEntropy
 from ingot.objectives.distill import Distill
-from ingot.objectives.protocol import AllSum
+from ingot.objectives.protocol import AllSum, ObjectiveInputs
 from ingot.parallel.apply import WrapSettings, apply_wrappers, finish_wrapping, make_masters
 from ingot.parallel.masters import Masters
 from ingot.parallel.mesh import Mesh, running_mesh
@@ -157,7 +158,8 @@ def distilled(axes: dict[str, Any]) -> tuple[list[float], Weights]:
         init_weights(teacher, 5)
         if mesh.pipeline.rank != mesh.pipeline.world - 1:
             teacher.hidden = None  # type: ignore[method-assign, assignment]
-        objective, losses = Distill(teacher, temperature=2.0, alpha=0.5), []
+        settings = DistillSettings(kind="distill", teacher="given")
+        objective, losses = Distill(settings, ObjectiveInputs(teacher=teacher)), []
         for number in range(2):
             whole = global_batch(number)
             outcome = one_step(

@@ -51,7 +51,7 @@ class GRPOSettings(ObjectiveSettings):
     gathered before and freed after; with `parallel.replicate` alone it needs none.
     """
 
-    implementation = "ingot.objectives.grpo:GRPO.from_settings"
+    implementation = "ingot.objectives.grpo:GRPO"
     document_kind = "chat"
     samples_answers = True
     kind: Literal["grpo"]

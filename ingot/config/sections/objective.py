@@ -176,7 +176,7 @@ class DPOSettings(PreferenceSettings):
     to gain on the other, relative to a reference.
     """
 
-    implementation = "ingot.objectives.preferences:DPO.from_settings"
+    implementation = "ingot.objectives.preferences:DPO"
     needs_reference = True
     kind: Literal["dpo"]
     """The way of training."""
@@ -207,7 +207,7 @@ class IPOSettings(PreferenceSettings):
     answer on the other is driven to a fixed value, 1 / (2 beta), and not beyond it.
     """
 
-    implementation = "ingot.objectives.preferences:IPO.from_settings"
+    implementation = "ingot.objectives.preferences:IPO"
     needs_reference = True
     kind: Literal["ipo"]
     """The way of training."""
@@ -295,7 +295,7 @@ class KTOSettings(ObjectiveSettings):
     known to be good or bad, are made likelier or less likely, relative to a reference.
     """
 
-    implementation = "ingot.objectives.kto:KTO.from_settings"
+    implementation = "ingot.objectives.kto:KTO"
     document_kind = "rated"
     forward_only = 0.5  # each sample's prompt with another answer
     pipeline_parallel = False  # the loss needs all tokens of a row at once
@@ -330,7 +330,7 @@ class DistillSettings(ObjectiveSettings):
     divergence from a teacher's distribution.
     """
 
-    implementation = "ingot.objectives.distill:Distill.from_settings"
+    implementation = "ingot.objectives.distill:Distill"
     document_kind = "text"
     needs_teacher = True
     kind: Literal["distill"]

@@ -17,6 +17,7 @@ from ingot.config.sections.grpo import GRPOSettings
 from ingot.models.native.config import DecoderConfig
 from ingot.models.native.decoder import Decoder
 from ingot.objectives.grpo import GRPO
+from ingot.objectives.protocol import ObjectiveInputs
 from ingot.parallel.mesh import Mesh
 from ingot.train.rollout import sampling
 from ingot.train.rollout.answers import RolloutAnswers, make_batches
@@ -76,7 +77,7 @@ def test_they_are_computed_in_evaluation_mode_and_training_goes_on_in_its_own() 
     model.register_forward_pre_hook(lambda module, _: modes.append(module.training))
     alone, answers = Mesh(Ranks(), torch.device("cpu")), of_rewards(np.array([[0.0, 1.0]]))
     batches = make_batches(answers, settings, prompts, 16, 2, alone)
-    with_recomputed(answers, batches, model, GRPO(settings), "fp32", alone)
+    with_recomputed(answers, batches, model, GRPO(settings, ObjectiveInputs()), "fp32", alone)
     assert modes == [False]
     assert model.training
 
