@@ -10,7 +10,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, takewhile
 from pathlib import Path
@@ -184,26 +184,28 @@ class Resumed:
         """
         if last is None or step > last:
             return values
-        again = tuple(f"{name}/" for name in self.owed) if step == self.step else ()
-        return {name: value for name, value in values.items() if again and name.startswith(again)}
+        again = self.again(step)
+        return {name: value for name, value in values.items() if name.startswith(again)}
+
+    def again(self, step: int) -> tuple[str, ...]:
+        """What the names of the metrics begin with that are written again at this step."""
+        return tuple(f"{name}/" for name in self.owed) if step == self.step else ()
 
 
 class JsonLines:
-    """One line per logged step. Lines after `resume_step` are removed, so that a resumed run shows
-    no step twice; so are lines of that very step whose keys begin with a name in `owed`, which are
-    written again.
+    """One line per logged step. Lines behind the step that training goes on from are removed, so
+    that no step is shown twice, and those that are written again.
     """
 
-    def __init__(self, path: Path, resume_step: int = 0, owed: Collection[str] = ()) -> None:
+    def __init__(self, path: Path, resumed: Resumed = Resumed()) -> None:
         self.path = path
         if path.exists():
-            again = tuple(f"{name}/" for name in owed)
             remove_partials_of(path)
             with atomic_file(path) as stream:
                 for line in read_lines(path):
                     step = line.get("step", 0)
-                    is_owed = step == resume_step and any(key.startswith(again) for key in line)
-                    if step <= resume_step and not is_owed:
+                    is_owed = any(key.startswith(resumed.again(step)) for key in line)
+                    if step <= resumed.step and not is_owed:
                         stream.write(json.dumps(line).encode() + b"\n")
 
     def write(self, step: int, values: Mapping[str, float | str]) -> None:
@@ -219,14 +221,14 @@ class JsonLines:
 
 class TensorBoard:
     """TensorBoard event files, by tensorboard's own writer, which needs no torch. A training that
-    begins removes those of an earlier one; one that resumes hides what lies after `resume_step`.
+    begins removes those of an earlier one; one that is resumed hides what lies behind its step.
     """
 
-    def __init__(self, folder: Path, resume_step: int = 0) -> None:
+    def __init__(self, folder: Path, resumed: Resumed = Resumed()) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        if not resume_step:
+        if not resumed.step:
             for path in folder.glob("events.out.tfevents.*"):
                 path.unlink()
         self._event = Event
@@ -235,7 +237,7 @@ class TensorBoard:
         # reads does not.
         start = SessionLog(status=SessionLog.START)
         self._writer.add_event(
-            Event(wall_time=time.time(), step=resume_step + 1, session_log=start)
+            Event(wall_time=time.time(), step=resumed.step + 1, session_log=start)
         )
 
     def write(self, step: int, values: Mapping[str, float | str]) -> None:

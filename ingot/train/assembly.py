@@ -13,7 +13,6 @@ from ingot.base.heartbeat import HeartbeatWriter
 from ingot.base.markers import fingerprint
 from ingot.base.masking import masked
 from ingot.base.progress import Progress, say
-from ingot.base.runfolder import RunFolder
 from ingot.base.runlog import (
     FailSafeSink,
     JsonLines,
@@ -174,7 +173,7 @@ def make_hooks(
     if spike is not None:
         spikes = SpikeDetector(spike, mesh.device, commit.get("spikes"))
     run_id = tracked_id(recipe, setup, start)
-    sinks = open_sinks(recipe, recipe.folder, mesh, first, run_id, commit.get("owed", []))
+    sinks = open_sinks(recipe, mesh, run_id, Resumed(first, tuple(commit.get("owed", ()))))
     progress = closing.enter_context(
         Progress("train", setup.last, "steps", done=first, quiet=not mesh.is_main)
     )
@@ -357,17 +356,14 @@ def tracked_id(recipe: Recipe, setup: TrainSetup, start: CommittedCheckpoint | N
     return fingerprint({"identity": setup.identity, "run": [recipe.name, recipe.output]})
 
 
-def open_sinks(
-    recipe: Recipe, run: RunFolder, mesh: Mesh, resume_step: int, run_id: str, owed: Collection[str]
-) -> list[MetricSink]:
-    """The metric sinks of rank 0; other ranks have none. Metrics named in `owed` at `resume_step`
-    are written again.
-    """
+def open_sinks(recipe: Recipe, mesh: Mesh, run_id: str, resumed: Resumed) -> list[MetricSink]:
+    """The metric sinks of rank 0; other ranks have none."""
     if not mesh.is_main:
         return []
-    sinks: list[MetricSink] = [JsonLines(run.metrics, resume_step, owed)]
+    run = recipe.folder
+    sinks: list[MetricSink] = [JsonLines(run.metrics, resumed)]
     if recipe.track.tensorboard:
-        sinks.append(FailSafeSink("TensorBoard", lambda: TensorBoard(run.tensorboard, resume_step)))
+        sinks.append(FailSafeSink("TensorBoard", lambda: TensorBoard(run.tensorboard, resumed)))
     values = masked(recipe_values(recipe))
     knobs = {"recipe": dump(values)}
     if (wandb := recipe.track.wandb) is not None:
@@ -380,7 +376,6 @@ def open_sinks(
                 ),
             )
         )
-    resumed = Resumed(resume_step, tuple(owed))
     if (mlflow := recipe.track.mlflow) is not None:
         called = (mlflow.uri, mlflow.experiment, mlflow.name or recipe.name, run_id)
         sinks.append(FailSafeSink("MLflow", lambda: MLflow(*called, values, mlflow.tags, resumed)))

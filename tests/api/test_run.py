@@ -20,7 +20,7 @@ from ingot.api.curve import LiveCurve
 from ingot.api.run import Run, StepMetrics, _from_now_on, _LoggedLines
 from ingot.base.reports import read_report
 from ingot.base.runfolder import RunFolder
-from ingot.base.runlog import JsonLines, append_line, read_lines
+from ingot.base.runlog import JsonLines, Resumed, append_line, read_lines
 from ingot.cli.output import plain
 from ingot.config.load import dump_recipe, load_recipe
 from ingot.report.results import RESULTS, RunResult, StepResult
@@ -240,10 +240,10 @@ def test_a_training_that_rolls_back_is_told_each_line_once(tmp_path: Path) -> No
             curve(line)
 
     write(JsonLines(path), range(1, 6), 4.0)
-    write(JsonLines(path, resume_step=2), range(3, 5), 3.0)  # steps 3 to 5 are done again
+    write(JsonLines(path, Resumed(2)), range(3, 5), 3.0)  # steps 3 to 5 are done again
     assert seen == [1, 2, 3, 4, 5, 3, 4]
     assert curve.points["loss"] == [(1, 4.0), (2, 4.0), (3, 3.0), (4, 3.0)]
-    write(JsonLines(path, resume_step=4), range(5, 6), 2.0)
+    write(JsonLines(path, Resumed(4)), range(5, 6), 2.0)
     assert seen[7:] == [5], "nothing was taken away that was given"
 
 
@@ -264,7 +264,7 @@ def test_what_lay_there_is_not_told_and_what_comes_is_however_the_clock_goes(
     tail = _from_now_on(run)
     log(run.metrics, (3, 1400.0))
     assert [line.step for line in tail.read()] == [3]
-    JsonLines(run.metrics, resume_step=2)  # rolls back
+    JsonLines(run.metrics, Resumed(2))  # rolls back
     log(run.metrics, (3, 1200.0))
     assert [line.step for line in tail.read()] == [3]
     aside.rename(run.metrics)  # brings back

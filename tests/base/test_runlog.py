@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ingot.base.runlog import FailSafeSink, JsonLines, TensorBoard, read_lines
+from ingot.base.runlog import FailSafeSink, JsonLines, Resumed, TensorBoard, read_lines
 from tests.lazy import lazy
 
 EventAccumulator = lazy(
@@ -42,7 +42,7 @@ def test_a_resumed_run_shows_no_step_twice_in_json_lines(tmp_path: Path) -> None
         first.write(step, {"train/loss": float(step)})
     with path.open("ab") as stream:
         stream.write(b'{"step": 8, "tr')  # killed while writing
-    resumed = JsonLines(path, resume_step=4)
+    resumed = JsonLines(path, Resumed(4))
     for step in (5, 6):
         resumed.write(step, {"train/loss": -float(step)})
     assert [(line["step"], line["train/loss"]) for line in read_lines(path)] == [
@@ -61,7 +61,7 @@ def test_what_is_owed_is_that_of_the_last_step_alone(tmp_path: Path) -> None:
     for step in (2, 4):
         first.write(step, {"train/loss": 1.0})
         first.write(step, {"validation/loss": 2.0})
-    JsonLines(path, 4, ["validation"])
+    JsonLines(path, Resumed(4, ("validation",)))
     kept = [(line["step"], "validation/loss" in line) for line in read_lines(path)]
     assert kept == [(2, False), (2, True), (4, False)]
 
@@ -71,7 +71,7 @@ def test_a_resume_holds_no_file_of_metrics_in_memory(tmp_path: Path) -> None:
     text = "x" * 1000
     path.write_text("".join(f'{{"step": {n}, "text": "{text}"}}\n' for n in range(3000)))
     tracemalloc.start()
-    JsonLines(path, resume_step=2900)
+    JsonLines(path, Resumed(2900))
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 300_000
@@ -81,7 +81,7 @@ def test_a_resume_holds_no_file_of_metrics_in_memory(tmp_path: Path) -> None:
 def test_json_lines_without_a_step_do_not_stop_a_resume(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"other": 1}\n{"step": 9}\n')
-    JsonLines(path, resume_step=3)
+    JsonLines(path, Resumed(3))
     assert list(read_lines(path)) == [{"other": 1}]
 
 
@@ -93,7 +93,7 @@ def test_tensorboard_reads_back_what_was_written_and_forgets_what_was_beyond_the
         first.write(step, {"train/loss": float(step)})
     first.write(2, {"samples/0": "once **upon** a time"})
     first.close()
-    resumed = TensorBoard(tmp_path, resume_step=4)
+    resumed = TensorBoard(tmp_path, Resumed(4))
     for step in (5, 6):
         resumed.write(step, {"train/loss": -float(step)})
     resumed.close()

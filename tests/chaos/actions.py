@@ -18,7 +18,7 @@ import torch
 
 from ingot.base.environment import Ranks
 from ingot.base.markers import read_marker
-from ingot.base.runlog import JsonLines, read_lines, record_event
+from ingot.base.runlog import JsonLines, Resumed, read_lines, record_event
 from ingot.base.storage import sha256_file
 from ingot.checkpoints.export import export_model
 from ingot.checkpoints.reader import load_checkpoint
@@ -286,7 +286,7 @@ def begin_lines(folder: Path) -> None:
 
 def ready_lines(folder: Path) -> Callable[[], None]:
     def act() -> None:
-        lines = JsonLines(folder / "metrics.jsonl", 2)
+        lines = JsonLines(folder / "metrics.jsonl", Resumed(2))
         for step in (3, 4, 5):
             lines.write(step, {"train/loss": 1 / step, "note": "für 金"})
             record_event(folder / "events.jsonl", "save", step=step)

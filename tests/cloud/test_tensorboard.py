@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from ingot.base.errors import IngotError
-from ingot.base.runlog import JsonLines, append_line
+from ingot.base.runlog import JsonLines, Resumed, append_line
 from ingot.cloud.clients import GoogleClients
 from ingot.cloud.vertex import tensorboard
 from ingot.cloud.vertex.tensorboard import TensorboardRun, upload_metrics
@@ -35,7 +35,7 @@ def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[GoogleClients, tens
 
 
 def logged(path: Path, steps: range, resume_step: int = 0) -> Path:
-    sink = JsonLines(path, resume_step)
+    sink = JsonLines(path, Resumed(resume_step))
     for step in steps:
         values: dict[str, float | str] = {
             "train/loss": 10.0 - step,
@@ -68,7 +68,7 @@ def test_only_what_is_new_is_sent_and_a_new_key_begins_a_series(
     path, board = tmp_path / "metrics.jsonl", TensorboardRun(google_, "run")
     board.send(logged(path, range(1, 4)))
     assert board.send(path) == 0
-    JsonLines(path, 10**9).write(4, {"train/loss": 6.0, "held_out/loss": 5.0})
+    JsonLines(path, Resumed(10**9)).write(4, {"train/loss": 6.0, "held_out/loss": 5.0})
     assert board.send(path) == 2
     assert [step for step, _ in state.points["train/loss"]] == [1, 2, 3, 4]
     assert state.points["held_out/loss"] == [(4, 5.0)]
@@ -143,7 +143,7 @@ def test_a_look_at_a_long_run_reads_only_what_is_new(
     monkeypatch.setattr(json, "loads", loads)
     assert board.send(path) == 0
     assert read == []
-    JsonLines(path, 10**9).write(2_500, {"train/loss": 2.0})
+    JsonLines(path, Resumed(10**9)).write(2_500, {"train/loss": 2.0})
     assert board.send(path) == 1
     assert len(read) <= 2 * 2_501, (
         "the file was written anew, without the torn line: once by JsonLines, once here"

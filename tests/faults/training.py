@@ -1442,8 +1442,8 @@ FAULTS = [
     Fault(
         "earlier-measurements-owed-too",
         "ingot/base/runlog.py",
-        "is_owed = step == resume_step and any(",
-        "is_owed = any(",
+        "for name in self.owed) if step == self.step else ()",
+        "for name in self.owed)",
         "a training that makes up for an evaluation forgets what it measured before",
         "tests/base/test_runlog.py",
     ),
@@ -1490,7 +1490,7 @@ FAULTS = [
     Fault(
         "curves-of-an-earlier-training",
         "ingot/base/runlog.py",
-        "if not resume_step:",
+        "if not resumed.step:",
         "if False:",
         "TensorBoard mixes the curves of a training that died early with those of the next",
         "tests/base/test_runlog.py",
@@ -1498,9 +1498,9 @@ FAULTS = [
     Fault(
         "first-session-unmarked",
         "ingot/base/runlog.py",
-        "        self._writer.add_event(\n            Event(wall_time=time.time(), step=resume_step + 1",
-        "        resume_step and self._writer.add_event(\n"
-        "            Event(wall_time=time.time(), step=resume_step + 1",
+        "        self._writer.add_event(\n            Event(wall_time=time.time(), step=resumed.step + 1",
+        "        resumed.step and self._writer.add_event(\n"
+        "            Event(wall_time=time.time(), step=resumed.step + 1",
         "TensorBoard shows steps behind the checkpoint twice after the first resume",
         "tests/base/test_runlog.py",
     ),

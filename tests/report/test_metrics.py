@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ingot.base.runlog import JsonLines
+from ingot.base.runlog import JsonLines, Resumed
 from ingot.report.metrics import GPU_USE, MEMORY, MetricsFile
 
 
@@ -56,7 +56,7 @@ def test_a_file_that_was_written_anew_is_read_anew(tmp_path: Path) -> None:
         lines.write(step, {"train/loss": float(step)})
     metrics = MetricsFile(path)
     metrics.refresh()
-    again = JsonLines(path, resume_step=4)
+    again = JsonLines(path, Resumed(4))
     for step in range(5, 21):  # longer than it was
         again.write(step, {"train/loss": -float(step)})
     metrics.refresh()

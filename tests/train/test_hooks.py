@@ -14,7 +14,7 @@ from ingot.base.environment import Ranks
 from ingot.base.errors import WrongInput
 from ingot.base.heartbeat import TIME_USES, HeartbeatWriter
 from ingot.base.progress import Progress
-from ingot.base.runlog import JsonLines, read_lines
+from ingot.base.runlog import JsonLines, Resumed, read_lines
 from ingot.config.documents import dump
 from ingot.config.load import load_recipe
 from ingot.config.shape import flops_per_token
@@ -245,7 +245,7 @@ def test_a_tracker_is_sent_a_recipe_that_loads_without_its_secrets(
     sent: list[Any] = []
     for tracker in ("WeightsAndBiases", "MLflow", "Trackio"):
         monkeypatch.setattr(assembly, tracker, lambda *what: sent.append(what))
-    assembly.open_sinks(recipe, recipe.folder, Mesh(Ranks(), torch.device("cpu")), 0, "id", ())
+    assembly.open_sinks(recipe, Mesh(Ranks(), torch.device("cpu")), "id", Resumed())
     assert len(sent) == 3
     assert "5ecret" not in str(sent)
     assert str(sent).count("X-Amz-Signature=(hidden") == 3

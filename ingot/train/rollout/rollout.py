@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ingot.base.errors import Failed
-from ingot.base.runlog import JsonLines, MetricSink, append_line
+from ingot.base.runlog import JsonLines, MetricSink, Resumed, append_line
 from ingot.config.sections.grpo import GRPOSettings
 from ingot.data.batches.loader import Batch, ChecksumThread
 from ingot.data.batches.prompts import PromptReader
@@ -314,7 +314,7 @@ class RolloutHook:
         self._rollout, self._sinks, self._every, self._last = rollout, sinks, every, last
         self._path = rollout.folder.samples
         if rollout.mesh.is_main:
-            JsonLines(self._path, first)
+            JsonLines(self._path, Resumed(first))
 
     def after_step(self, info: StepInfo) -> bool:
         if self._is_logged(info.step):
