@@ -307,7 +307,7 @@ FAULTS = [
     Fault(
         "state-of-another-optimizer",
         "ingot/train/resume.py",
-        "_check_optimizer(run, before, now)",
+        "compared.check_optimizer(run)",
         "pass",
         "an optimizer is given the state of another kind",
         "tests/train/test_resume.py",

@@ -1595,7 +1595,7 @@ FAULTS = [
     Fault(
         "stopped-and-lengthened",
         "ingot/train/resume.py",
-        " or _stops_there(found, now)",
+        " or self._stops_here()",
         "",
         "resume.allow exports a model that early stopping ended as that of a rate it never had",
         "tests/train/test_resume.py",
@@ -1603,8 +1603,8 @@ FAULTS = [
     Fault(
         "allowed-before-its-own",
         "ingot/train/resume.py",
-        "            own = place is not None and differ  # what",
-        "            own = False  # what",
+        "if (place is not None and differ) or not self._may_differ(",
+        "if not self._may_differ(",
         "with resume.allow a finished training is paid for again, since another one lies unfinished",
         "tests/train/test_earlier.py",
     ),

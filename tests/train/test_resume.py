@@ -164,7 +164,7 @@ def test_a_checkpoint_of_another_version_is_refused_in_words(
         saved(run, 2, identity([]), finished=False)
     with pytest.raises(WrongInput, match=r"step-00000002 does not say run_id, due, .* --fresh"):
         resume.find_start(run, identity([]), fresh=False)
-    with pytest.raises(WrongInput, match=r"recipe: data\.skip not set -> .*; undo the change"):
+    with pytest.raises(WrongInput, match=r"recipe: data\.skip \[\] -> .*; undo the change"):
         start(monkeypatch, {"train.global_batch": 4}, identity([[0, 4]]))
 
 
