@@ -28,6 +28,7 @@ from ingot.checkpoints.store import CommittedCheckpoint
 from ingot.config.documents import dump
 from ingot.config.load import recipe_values
 from ingot.config.recipe import Recipe
+from ingot.config.sections.loop import Every
 from ingot.data.batches.loader import BatchSource, Loader
 from ingot.models.parameters import is_sharded
 from ingot.parallel.mesh import Mesh
@@ -35,14 +36,7 @@ from ingot.train.build import TrainState
 from ingot.train.checkpointing import CheckpointHook
 from ingot.train.evaluation import EvaluateHook, SampleHook, make_measure, sample_texts
 from ingot.train.goodput import EventSink, TimeAccount
-from ingot.train.hooks import (
-    EarlyEndHook,
-    KillHook,
-    LogHook,
-    SkipHook,
-    TrainingControl,
-    Workload,
-)
+from ingot.train.hooks import EarlyEndHook, KillHook, LogHook, SkipHook, TrainingControl, Workload
 from ingot.train.interrupts import StopSignals
 from ingot.train.metrics import MetricNames
 from ingot.train.optim.schedules import Recurrence
@@ -178,24 +172,14 @@ def make_hooks(
         Progress("train", setup.last, "steps", done=first, quiet=not mesh.is_main)
     )
     log = _log_hook(setup, source, sinks, progress, account, commit.get("skipped", 0.0), mesh)
-    asked = process.any_rank_asked
-    measure = make_measure(setup, state, mesh, asked, lambda: process.signals.signum != 0)
-    evaluate_every, save_every = (
-        Recurrence.of(setup.recipe, every, len(setup.rows), begin=setup.data_begin)
-        for every in (knobs.evaluate_every, recipe.checkpoint.every)
-    )
-    evaluation = EvaluateHook.of(setup, evaluate_every, measure, sinks, account)
-    if start is not None:
-        for line in evaluation.restore(start.step, start.commit["watched"]):
-            if mesh.is_main:
-                say(f"train: {line}")
+    evaluation = _evaluation_hook(process, setup, state, sinks, account, start)
     samples = SampleHook(
         lambda: sample_texts(setup, state, mesh),
         knobs.sample_every if recipe.evaluate.prompts else None,
         sinks,
         mesh,
         account,
-        asked,
+        process.any_rank_asked,
         spread=is_sharded(state.model),
     )
     skips = SkipHook(knobs.skip.in_row, process.events, commit.get("skipped_in_row", 0))
@@ -203,9 +187,12 @@ def make_hooks(
     fields = CommitFields(
         recipe, setup, log, evaluation, samples, skips, spikes, metrics, run_id, source
     )
-    steps = (first, setup.last)
-    checkpoint = _checkpoint_hook(process, state, fields, save_every, account, steps, start)
-    rollouts = _rollout_hooks(source, sinks, recipe.track.every, setup.last, first)
+    checkpoint = _checkpoint_hook(process, state, fields, account, first, start)
+    rollouts = (
+        [RolloutHook(source, sinks, recipe.track.every, setup.last, first)]
+        if isinstance(source, Rollout)
+        else []
+    )
     logs = [log.at_end, *(one.at_end for one in rollouts)]
     hooks: list[Hook] = [
         skips,
@@ -258,23 +245,36 @@ def _log_hook(
     )
 
 
-def _rollout_hooks(
-    source: BatchSource,
+def _evaluation_hook(
+    process: TrainingProcess,
+    setup: TrainSetup,
+    state: TrainState,
     sinks: Sequence[MetricSink],
-    every: int,
-    last: int,
-    first: int,
-) -> list[RolloutHook]:
-    return [RolloutHook(source, sinks, every, last, first)] if isinstance(source, Rollout) else []
+    account: TimeAccount,
+    start: CommittedCheckpoint | None,
+) -> EvaluateHook:
+    """The hook of evaluations, with what the attempts before have measured."""
+    mesh, signals = process.mesh, process.signals
+    measure = make_measure(setup, state, mesh, process.any_rank_asked, lambda: signals.signum != 0)
+    every = _recurrence(setup, setup.recipe.train.evaluate_every)
+    evaluation = EvaluateHook.of(setup, every, measure, sinks, account)
+    if start is not None:
+        for line in evaluation.restore(start.step, start.commit["watched"]):
+            if mesh.is_main:
+                say(f"train: {line}")
+    return evaluation
+
+
+def _recurrence(setup: TrainSetup, every: Every | None) -> Recurrence:
+    return Recurrence.of(setup.recipe, every, len(setup.rows), begin=setup.data_begin)
 
 
 def _checkpoint_hook(
     process: TrainingProcess,
     state: TrainState,
     fields: CommitFields,
-    every: Recurrence,
     account: TimeAccount,
-    steps: tuple[int, int],
+    first: int,
     start: CommittedCheckpoint | None,
 ) -> CheckpointHook:
     recipe, mesh = process.recipe, process.mesh
@@ -291,13 +291,14 @@ def _checkpoint_hook(
         state,
         recipe.folder,
         recipe.checkpoint,
-        every,
+        _recurrence(fields.setup, recipe.checkpoint.every),
         fields.evaluation,
         fields,
         fields.decided,
         fields.skips.finish,
         account,
-        *steps,
+        first,
+        fields.setup.last,
         start=start,
         averaged=0 if average is None else average.needs_kept,
         is_main=mesh.is_main,
