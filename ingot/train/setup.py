@@ -215,14 +215,7 @@ def make_setup(recipe: Recipe, mesh: Mesh, *, fresh: bool = False) -> TrainSetup
     prepared = prepared_for(recipe)
     tokenizer = load_tokenizer(recipe.folder.tokenizer)
     teacher = teacher_folder(recipe, tokenizer)
-    model_spec = resolve_model_spec(
-        recipe,
-        tokenizer.vocab_size,
-        tokenizer.ids_for_model,
-        least=0 if teacher is None else teacher_vocabulary(teacher),
-    )
-    if teacher is not None:
-        check_teacher(teacher, model_spec.config.vocab_size, recipe)
+    model_spec = model_for(recipe, tokenizer, tokenizer.vocab_size, teacher)
     compute = computing_type(recipe, mesh.device)
     _check_model(recipe, model_spec, mesh, compute)
     _check_groups(recipe, model_spec)
@@ -266,6 +259,17 @@ def make_setup(recipe: Recipe, mesh: Mesh, *, fresh: bool = False) -> TrainSetup
         begun.data_begin,
         (made or {}).get("model_hash"),
     )
+
+
+def model_for(recipe: Recipe, tokenizer: Tokenizer, ids: int, teacher: Path | None) -> ModelSpec:
+    """The recipe's model, with room for so many ids of its tokenizer and for those of its teacher.
+    Raises WrongInput if they do not fit together.
+    """
+    least = 0 if teacher is None else teacher_vocabulary(teacher)
+    model_spec = resolve_model_spec(recipe, ids, tokenizer.ids_for_model, least=least)
+    if teacher is not None:
+        check_teacher(teacher, model_spec.config.vocab_size, recipe)
+    return model_spec
 
 
 def _identity(recipe: Recipe, compute: Compute, device: torch.device) -> dict[str, Any]:

@@ -25,15 +25,13 @@ from ingot.data.batches.rows import PackedRow, Rows
 from ingot.data.batches.samples import SampleArrays, Samples
 from ingot.data.columns.reader import IGNORE, Ids, PreparedSplit
 from ingot.models.device import accelerator
-from ingot.models.spec import resolve_model_spec
 from ingot.parallel.mesh import Mesh
 from ingot.tokenizers.bpe import train_bpe
 from ingot.tokenizers.load import load_tokenizer
-from ingot.tokenizers.teacher import check_teacher, teacher_vocabulary
 from ingot.tokenizers.tokenizer import Tokenizer
 from ingot.train.build import TrainState, build_train_state
 from ingot.train.reference import Tables
-from ingot.train.setup import TrainSetup, computing_type
+from ingot.train.setup import TrainSetup, computing_type, model_for
 from ingot.train.step import (
     DropoutSeeds,
     Hook,
@@ -260,14 +258,7 @@ def made_up_setup(recipe: Recipe, mesh: Mesh) -> TrainSetup:
     tokenizer, ids = _tokenizer(recipe)
     source = recipe.objective.teacher_source
     teacher = None if source is None else named_folder(source, "objective.teacher")
-    model_spec = resolve_model_spec(
-        drawn,
-        ids,
-        tokenizer.ids_for_model,
-        least=0 if teacher is None else teacher_vocabulary(teacher),
-    )
-    if teacher is not None:
-        check_teacher(teacher, model_spec.config.vocab_size, recipe)
+    model_spec = model_for(drawn, tokenizer, ids, teacher)
     if model_spec.kind == "decoder":
         check_layout(recipe.parallel, mesh.world, model_spec.config.to_hf(), recipe.data.seq_len)
     rows = made_up_rows(recipe, model_spec.config.vocab_size)
