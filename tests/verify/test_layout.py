@@ -19,7 +19,7 @@ from ingot.config.degrees import AXES, Degrees
 from ingot.config.models.presets import PRESETS
 from ingot.config.recipe import Recipe
 from ingot.config.shape import check_layout
-from ingot.data.batches.rows import PackedRow
+from ingot.data.batches.samples import RowArrays
 from ingot.data.columns.reader import IGNORE
 from ingot.models.hf.config import read_hf_config
 from ingot.models.native.config import DecoderConfig
@@ -372,7 +372,7 @@ def test_rows_are_cut_around_their_first_target_and_folded() -> None:
     tokens = np.arange(2 * 40).reshape(2, 40) + 1000
     labels = np.full((2, 40), IGNORE)
     labels[0, 30:34] = 2000
-    row = PackedRow(tokens, labels, np.tile(np.arange(40), (2, 1)), np.ones((2, 40), np.int64))
+    row = RowArrays(tokens, labels, np.tile(np.arange(40), (2, 1)), np.ones((2, 40), np.int64))
     cut, targets, positions, _ = cut_short(row, 16)
     assert cut.shape == (2, 16)
     assert (targets[0] == 2000).sum() == 4

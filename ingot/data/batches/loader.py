@@ -31,9 +31,8 @@ SPARE = 16
 
 @dataclass(frozen=True)
 class Batch:
-    """A micro-batch of B rows, int64 tensors. Of texts and chats all fields but `rows` are [B, T],
-    as `rows.PackedRow` describes; of other kinds see `samples.SampleArrays`. Dummy rows, which fill
-    up a batch, have segments 0 and labels -100.
+    """A micro-batch of B rows, int64 tensors. `samples.RowArrays` describes the first four fields.
+    Dummy rows, which fill up a batch, have segments 0 and labels -100.
 
     rows: the number of each row in its split, [B], -1 for dummy rows; empty where not given.
     ratings: of rated answers 1 where one is good, else 0, [B]; empty for all else.

@@ -6,37 +6,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from ingot.base.errors import WrongInput
 from ingot.data.batches.hiding import Hiding
-from ingot.data.batches.samples import Samples
+from ingot.data.batches.samples import RowArrays, Samples
 from ingot.data.columns.column import bin_path, token_dtype
 from ingot.data.columns.manifest import MASK, ColumnPart, PreparedData, read_prepared
 from ingot.data.columns.reader import IGNORE, Ids, PartReader, PreparedSplit, SplitFiles, placed
 from ingot.data.packing.tables import ONE_PER_ROW, read_packed, table_name
 from ingot.data.splits import Split
 
-__all__ = ["BLOCK_TOKENS", "IGNORE", "Ids", "PackedRow", "Rows", "Samples", "open_rows"]
+__all__ = ["BLOCK_TOKENS", "IGNORE", "Ids", "Rows", "Samples", "open_rows"]
 
 BLOCK_TOKENS = 32_768
 """Tokens processed at once, so that temporary arrays stay in the processor's cache."""
-
-
-class PackedRow(NamedTuple):
-    """One row, four arrays [T], or several rows, [B, T].
-
-    labels: the next token, or -100 where that belongs to another document or to padding, or its
-    mask excludes it from the loss. segments: number of the document within the row from 1, 0 for
-    padding. positions: count from 0 at each document's first token in the row.
-    """
-
-    tokens: Ids
-    labels: Ids
-    positions: Ids
-    segments: Ids
 
 
 def open_rows(
@@ -165,11 +151,11 @@ class Rows(PreparedSplit):
             ]
             self.left_out = self.tokens - packed.counts[split].tokens
 
-    def row(self, i: int) -> PackedRow:
+    def row(self, i: int) -> RowArrays:
         """Row `i`, [T]. Raises IndexError beyond the last one."""
-        return PackedRow(*(field[0] for field in self.batch([i])))
+        return RowArrays(*(field[0] for field in self.batch([i])))
 
-    def batch(self, ids: Sequence[int], out: Ids | None = None) -> PackedRow:
+    def batch(self, ids: Sequence[int], out: Ids | None = None) -> RowArrays:
         """The rows `ids`, [B, T], computed in blocks.
 
         Args:
@@ -188,8 +174,8 @@ class Rows(PreparedSplit):
             for place, i in enumerate(some):
                 source, number = self._at(i)
                 self._sources[source].fill(draft, place, number)
-            draft.finish(PackedRow(*made[:, first : first + step]))
-        return PackedRow(*made)
+            draft.finish(RowArrays(*made[:, first : first + step]))
+        return RowArrays(*made)
 
 
 class _RowBuffer:
@@ -221,7 +207,7 @@ class _RowBuffer:
         """
         self._after.append((row * self.length + place - 1, token))
 
-    def finish(self, out: PackedRow) -> None:
+    def finish(self, out: RowArrays) -> None:
         """Write all rows to `out`."""
         size, length = self.size, self.length
         tokens, labels, positions, segments = (field.reshape(-1) for field in out)

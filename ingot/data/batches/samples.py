@@ -32,17 +32,17 @@ SIDES = ("chosen", "rejected")
 (BODY,) = COLUMNS["masked"]
 
 
-class SampleArrays(NamedTuple):
-    """Some samples, int64. tokens, positions, segments: [R, S], where S is the length of the
-    longest, rounded up.
+class RowArrays(NamedTuple):
+    """Some rows, int64. tokens, positions, segments: [R, S], where S is `seq_len` in packed rows of
+    texts and chats, and in samples of other kinds the length of the longest, rounded up.
 
-    segments: 1 where there is a token, 0 where there is padding; where a row has several pieces of
-    masked texts, their numbers from 1. positions: count from 0 in each; both and tokens are 0 in
-    padding.
-    labels: of preferences the next token where it is trained, else -100, [R, S]; of pairs the
-    target, not shifted, -100 behind its end, [R, T]; of labelled texts the class, [R]; of masked
-    texts the tokens that are asked for, not shifted, else -100, [R, S], or the hidden spans as the
-    target of a pair, [R, T].
+    segments: the number of the document, or of the piece of a masked text, within the row from 1;
+    0 in padding. positions: count from 0 at the first token of each in the row; 0 in padding of
+    samples, as tokens are.
+    labels: of texts, chats and preferences the next token where it is of the same document and is
+    trained, else -100, [R, S]; of pairs the target, not shifted, -100 behind its end, [R, T]; of
+    labelled texts the class, [R]; of masked texts the tokens that are asked for, not shifted, else
+    -100, [R, S], or the hidden spans as the target of a pair, [R, T].
     A preference is two rows: 2i is the chosen side of sample i, 2i + 1 the rejected one. So is a
     rated answer: 2i is itself, 2i + 1 its prompt with the answer of another record
     (`_SampleSource.other`).
@@ -118,7 +118,7 @@ class Samples(PreparedSplit):
 
     def fields(
         self, ids: Sequence[int], count: int | None = None, places: Sequence[int] | None = None
-    ) -> SampleArrays:
+    ) -> RowArrays:
         """The samples `ids`, then dummy samples up to `count`: padding only, labels -100.
 
         Args:
@@ -167,7 +167,7 @@ class Samples(PreparedSplit):
 
     def _masked(
         self, found: Sequence[Sequence[Ids]], count: int, places: Sequence[int] | None
-    ) -> SampleArrays:
+    ) -> RowArrays:
         """Rows of pieces of texts, each in its frame, with a part of them hidden."""
         hiding = self._hiding
         if hiding is None:
@@ -187,7 +187,7 @@ class Samples(PreparedSplit):
         places_in = [np.concatenate([np.arange(size) for size in row]) for row in sizes]
         segments, _ = padded(numbers, count, self.seq_len, 0)
         positions, _ = padded(places_in, count, self.seq_len, 0)
-        return SampleArrays(tokens, labels, positions, segments)
+        return RowArrays(tokens, labels, positions, segments)
 
     def ratings(self, ids: Sequence[int], count: int) -> Ids:
         """Of the rated answers `ids` 1 where one is good, else 0; then 0 up to `count`. Of other
@@ -199,7 +199,7 @@ class Samples(PreparedSplit):
         made[: len(ids)] = [int(self._record(i)[LABEL][0]) for i in ids]
         return made
 
-    def _answers(self, rows: Sequence[tuple[Ids, Ids]], count: int) -> SampleArrays:
+    def _answers(self, rows: Sequence[tuple[Ids, Ids]], count: int) -> RowArrays:
         """Rows of ids and their masks, two for each of `count` samples."""
         tokens, live = padded([ids[: self.seq_len] for ids, _ in rows], 2 * count, self.seq_len, 0)
         mask, _ = padded([mask[: self.seq_len] for _, mask in rows], 2 * count, self.seq_len, 0)
@@ -329,8 +329,8 @@ def padded(rows: Sequence[Ids], count: int, most: int, fill: int) -> tuple[Ids, 
     return made, live
 
 
-def _fields(tokens: Ids, labels: Ids, live: Ids) -> SampleArrays:
+def _fields(tokens: Ids, labels: Ids, live: Ids) -> RowArrays:
     """Add positions and segments to rows whose first `live` ids are not padding."""
     place = np.arange(tokens.shape[1])
     there = place < live[:, None]
-    return SampleArrays(tokens, labels, np.where(there, place, 0), there.astype(np.int64))
+    return RowArrays(tokens, labels, np.where(there, place, 0), there.astype(np.int64))

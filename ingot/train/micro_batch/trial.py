@@ -21,8 +21,8 @@ from ingot.config.sections.objective import TWO_ROWS, Documents
 from ingot.config.shape import BatchPlan, batch_plan, check_layout, total_steps
 from ingot.data.batches.loader import Loader
 from ingot.data.batches.order import order_of
-from ingot.data.batches.rows import PackedRow, Rows
-from ingot.data.batches.samples import SampleArrays, Samples
+from ingot.data.batches.rows import Rows
+from ingot.data.batches.samples import RowArrays, Samples
 from ingot.data.columns.reader import IGNORE, Ids, PreparedSplit
 from ingot.models.device import accelerator
 from ingot.parallel.mesh import Mesh
@@ -131,8 +131,8 @@ class MadeUpRows(Rows):
         _without_files(self, seq_len)
         self._vocab_size, self._documents = vocab_size, documents
 
-    def batch(self, ids: Sequence[int], out: Ids | None = None) -> PackedRow:
-        made = PackedRow(*(np.empty((4, len(ids), self.seq_len), np.int64) if out is None else out))
+    def batch(self, ids: Sequence[int], out: Ids | None = None) -> RowArrays:
+        made = RowArrays(*(np.empty((4, len(ids), self.seq_len), np.int64) if out is None else out))
         length = -(-self.seq_len // self._documents)
         place = np.arange(self.seq_len)
         made.tokens[:] = _random(ids, self._vocab_size, self.seq_len)
@@ -166,7 +166,7 @@ class MadeUpSamples(Samples):
 
     def fields(
         self, ids: Sequence[int], count: int | None = None, places: Sequence[int] | None = None
-    ) -> SampleArrays:
+    ) -> RowArrays:
         count = len(ids) if count is None else count
         sides = 2 if self.kind in TWO_ROWS else 1
         live = np.zeros((sides * count, self.seq_len), np.int64)
@@ -189,7 +189,7 @@ class MadeUpSamples(Samples):
             labels[: len(ids)] = _random(
                 ids, self._vocab_size if self.writes else self._classes, *shape
             )
-        return SampleArrays(tokens, labels, np.arange(self.seq_len) * live, live)
+        return RowArrays(tokens, labels, np.arange(self.seq_len) * live, live)
 
     def ratings(self, ids: Sequence[int], count: int) -> Ids:
         """Every second answer is a good one."""

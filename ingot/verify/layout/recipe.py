@@ -23,8 +23,8 @@ from ingot.config.recipe import Recipe
 from ingot.config.sections.layout import MemorySettings, Parallel
 from ingot.config.sections.objective import TWO_ROWS
 from ingot.config.shape import batch_plan
-from ingot.data.batches.rows import PackedRow, Rows
-from ingot.data.batches.samples import SampleArrays, Samples
+from ingot.data.batches.rows import Rows
+from ingot.data.batches.samples import RowArrays, Samples
 from ingot.data.columns.reader import IGNORE, Ids
 from ingot.models.spec import ModelSpec
 from ingot.parallel.mesh import Mesh
@@ -178,7 +178,7 @@ class SmallRows(Rows):
         vars(self).update(vars(whole))
         self._whole, self.seq_len = whole, seq_len
 
-    def batch(self, ids: Sequence[int], out: Ids | None = None) -> PackedRow:
+    def batch(self, ids: Sequence[int], out: Ids | None = None) -> RowArrays:
         tokens, labels, positions, segments = cut_short(self._whole.batch(ids), self.seq_len)
         middle = self.seq_len // 2
         for place, row in enumerate(ids):
@@ -186,7 +186,7 @@ class SmallRows(Rows):
                 segments[place, middle:] += 1
                 positions[place, middle:] -= positions[place, middle]
                 labels[place, middle - 1] = IGNORE
-        made = PackedRow(*(np.empty((4, len(ids), self.seq_len), np.int64) if out is None else out))
+        made = RowArrays(*(np.empty((4, len(ids), self.seq_len), np.int64) if out is None else out))
         for target, values in zip(
             made, (folded(tokens), folded(labels), positions, segments), strict=True
         ):
@@ -203,19 +203,19 @@ class SmallSamples(Samples):
 
     def fields(
         self, ids: Sequence[int], count: int | None = None, places: Sequence[int] | None = None
-    ) -> SampleArrays:
+    ) -> RowArrays:
         made = self._whole.fields(ids, count, places)
         if self.kind in TWO_ROWS:
             tokens, labels, positions, segments = cut_short(made, self.seq_len)
-            return SampleArrays(folded(tokens), folded(labels), positions, segments)
+            return RowArrays(folded(tokens), folded(labels), positions, segments)
         labels = made.labels if made.labels.ndim == 1 else folded(made.labels[:, : self.seq_len])
         tokens, positions, segments = (
             values[:, : self.seq_len] for values in (made.tokens, made.positions, made.segments)
         )
-        return SampleArrays(folded(tokens), labels, positions, segments)
+        return RowArrays(folded(tokens), labels, positions, segments)
 
 
-def cut_short(fields: PackedRow | SampleArrays, seq_len: int) -> tuple[Ids, Ids, Ids, Ids]:
+def cut_short(fields: RowArrays, seq_len: int) -> tuple[Ids, Ids, Ids, Ids]:
     """The `seq_len` positions of rows `[R, S]` that begin shortly before each row's first
     target.
     """

@@ -16,7 +16,8 @@ from ingot.base.errors import WrongInput
 from ingot.config.shape import BatchPlan
 from ingot.data.batches.loader import Batch, BatchBuffers, Loader, fixed_batches
 from ingot.data.batches.order import SampleOrder
-from ingot.data.batches.rows import IGNORE, Ids, PackedRow, Rows, open_rows
+from ingot.data.batches.rows import IGNORE, Ids, Rows, open_rows
+from ingot.data.batches.samples import RowArrays
 from tests.data.batches.test_rows import write
 from tests.exhaustive import examples
 
@@ -130,7 +131,7 @@ def test_the_next_step_is_made_ahead(rows: Rows) -> None:
     made: list[str] = []
     real = rows.batch
 
-    def batch(ids: Sequence[int], out: Ids | None = None) -> PackedRow:
+    def batch(ids: Sequence[int], out: Ids | None = None) -> RowArrays:
         made.append(threading.current_thread().name)
         return real(ids, out)
 

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from ingot.base.errors import WrongInput
 from ingot.base.markers import FileEntry, entry_of, read_marker, write_marker
-from ingot.data.batches.rows import IGNORE, PackedRow, Rows, open_rows
+from ingot.data.batches.rows import IGNORE, Rows, open_rows
+from ingot.data.batches.samples import RowArrays
 from ingot.data.columns.column import ColumnWriter, bin_path, column_prefix, idx_path
 from ingot.data.columns.manifest import ColumnPart, PreparedData, PreparedSource, write_prepared
 from tests.exhaustive import examples
@@ -93,7 +94,7 @@ def column(prefix: Path, documents: Documents, dtype: np.dtype[Any]) -> list[Fil
     return [entry_of(prefix.parent, path.name) for path in (bin_path(prefix), idx_path(prefix))]
 
 
-def slowly(documents: Documents, length: int, *, pad_last: bool) -> list[PackedRow]:
+def slowly(documents: Documents, length: int, *, pad_last: bool) -> list[RowArrays]:
     """Token by token."""
     stream = [
         (token, number, place)
@@ -114,12 +115,12 @@ def slowly(documents: Documents, length: int, *, pad_last: bool) -> list[PackedR
             after = stream[begin + index + 1] if begin + index + 1 < len(stream) else None
             labels[index] = after[0] if after is not None and after[1] == number else IGNORE
         rows.append(
-            PackedRow(*(np.array(values) for values in (tokens, labels, positions, segments)))
+            RowArrays(*(np.array(values) for values in (tokens, labels, positions, segments)))
         )
     return rows
 
 
-def equal(left: PackedRow, right: PackedRow) -> bool:
+def equal(left: RowArrays, right: RowArrays) -> bool:
     return all(
         np.array_equal(a, b) and a.dtype == np.int64 for a, b in zip(left, right, strict=True)
     )
@@ -347,7 +348,7 @@ def test_a_batch_is_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr("ingot.data.batches.rows.BLOCK_TOKENS", block)
         made = rows.batch(ids, out=np.full((4, len(ids), 6), 77))
         assert all(
-            equal(PackedRow(*(field[place] for field in made)), rows.row(i))
+            equal(RowArrays(*(field[place] for field in made)), rows.row(i))
             for place, i in enumerate(ids)
         )
 

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from ingot.base.errors import WrongInput
 from ingot.base.progress import Progress
-from ingot.data.batches.rows import IGNORE, PackedRow, Rows, open_rows
+from ingot.data.batches.rows import IGNORE, Rows, open_rows
+from ingot.data.batches.samples import RowArrays
 from ingot.data.columns.column import Column, bin_path, column_prefix
 from ingot.data.columns.manifest import read_prepared
 from ingot.data.engines.local import LocalEngine
@@ -40,7 +41,7 @@ def numbered(lengths: list[int]) -> Documents:
     ]
 
 
-def all_rows(rows: Rows) -> PackedRow:
+def all_rows(rows: Rows) -> RowArrays:
     return rows.batch(range(len(rows)))
 
 
@@ -109,7 +110,7 @@ def test_every_target_once(
     check_form(made, one_each=how == "none")
 
 
-def check_form(rows: PackedRow, *, one_each: bool) -> None:
+def check_form(rows: RowArrays, *, one_each: bool) -> None:
     """Padding only at the end, segments 1, 2, ..., positions from 0 in each, labels nowhere
     else.
     """

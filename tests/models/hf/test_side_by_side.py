@@ -15,7 +15,7 @@ from ingot.base.errors import WrongInput
 from ingot.config.models.types import SIDE_BY_SIDE
 from ingot.data.batches.masking import Masking
 from ingot.data.batches.rows import IGNORE, open_rows
-from ingot.data.batches.samples import SampleArrays, Samples
+from ingot.data.batches.samples import RowArrays, Samples
 from ingot.models.hf.config import read_hf_config
 from ingot.models.hf.loading import init_hf_model
 from ingot.models.spec import resolve_model_spec
@@ -51,7 +51,7 @@ def opened(root: Path, pack: str) -> Samples:
     return rows
 
 
-def loss(model: Any, made: SampleArrays) -> tuple[float, int]:
+def loss(model: Any, made: RowArrays) -> tuple[float, int]:
     tokens, labels, positions, segments = map(torch.from_numpy, made)
     with torch.no_grad():
         values = model(tokens, positions, segments, labels, CrossEntropy().token)
