@@ -58,6 +58,16 @@ class EvalModelInfo:
                 f" {self.kind}; remove it, or give another model"
             )
 
+    def check_room(self, knob: str, place: str, prompt: int, answer: int) -> None:
+        """Raises WrongInput if a prompt and an answer of so many tokens do not fit: a decoder holds
+        both together, a model with an encoder each separately. `place` names the prompt.
+        """
+        if (prompt + answer if self.kind == "decoder" else max(prompt, answer)) > self.positions:
+            raise WrongInput(
+                f"{knob}: {place} has {prompt:,} tokens, which with max_tokens {answer} exceeds the"
+                f" {self.positions:,} positions of {self.where}; leave it out, or lower max_tokens"
+            )
+
 
 @dataclass(frozen=True)
 class EvalModel:

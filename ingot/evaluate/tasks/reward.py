@@ -168,12 +168,7 @@ def open_reward(
     if not items:
         raise WrongInput(f"{knob}: there is no prompt; set data.validation to more documents")
     longest = max(items, key=lambda item: len(item.prompt))
-    if len(longest.prompt) + max_tokens > info.positions:
-        raise WrongInput(
-            f"{knob}: {longest.place} has {len(longest.prompt):,} tokens, which with max_tokens"
-            f" {max_tokens} exceeds the {info.positions:,} positions of {info.where}; leave it"
-            " out, or lower max_tokens"
-        )
+    info.check_room(knob, longest.place, len(longest.prompt), max_tokens)
     return OpenRewardTask(task, max_tokens, items)
 
 

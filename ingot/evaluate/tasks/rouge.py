@@ -7,7 +7,7 @@ For ROUGE-Lsum, sentences are lines: both texts are split at newlines and nowher
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,7 +120,10 @@ def open_rouge(
             f"{knob}: there is no text to write; set data.validation to more documents, or"
             f" {knob}.source"
         )
-    _check_room(knob, items, task.max_tokens, info)
+    if empty := next((item for item in items if not item.prompt), None):
+        raise WrongInput(f"{knob}: {empty.place} has a prompt without a token; leave it out")
+    longest = max(items, key=lambda item: len(item.prompt))
+    info.check_room(knob, longest.place, len(longest.prompt), task.max_tokens)
     return OpenRougeTask(task, items, score)
 
 
@@ -214,25 +217,3 @@ def _last_user_message(messages: Messages) -> str:
         ),
         "",
     )
-
-
-def _check_room(
-    knob: str, items: Sequence[RougeItem], max_tokens: int, info: EvalModelInfo
-) -> None:
-    """Raises WrongInput if an item does not fit: a decoder holds prompt and answer together, a
-    model with an encoder each separately.
-    """
-    if empty := next((item for item in items if not item.prompt), None):
-        raise WrongInput(f"{knob}: {empty.place} has a prompt without a token; leave it out")
-    longest = max(items, key=lambda item: len(item.prompt))
-    needed = (
-        len(longest.prompt) + max_tokens
-        if info.kind == "decoder"
-        else max(len(longest.prompt), max_tokens)
-    )
-    if needed > info.positions:
-        raise WrongInput(
-            f"{knob}: {longest.place} has {len(longest.prompt):,} tokens, which with max_tokens"
-            f" {max_tokens} exceeds the {info.positions:,} positions of {info.where}; leave it"
-            " out, or lower max_tokens"
-        )
