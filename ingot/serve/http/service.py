@@ -231,14 +231,7 @@ class Service:
             WrongInput: a prompt that the model cannot read.
         """
         check_count(len(prompts) * choices, self.bounds.prompts, "answers")
-        limit = self.settings.max_tokens
-        if max_tokens is not None and max_tokens > limit:
-            raise ApiError(
-                400,
-                f"{called} {max_tokens} is over this server's limit of {limit}; lower it, or raise"
-                " serve.max_tokens",
-                param=called,
-            )
+        limit = self._limit(max_tokens, called)
         items = len(prompts) * choices * (max_tokens or limit) * (1 + (logprobs or 0))
         items *= logprobs is not None
         if prompt_logprobs is not None:
@@ -270,6 +263,20 @@ class Service:
         if self.loaded.kind == "seq2seq":
             requests = [Seq2SeqRequest(**vars(request), beams=beams) for request in requests]
         return self._queue(requests, choices)
+
+    def _limit(self, max_tokens: int | None, called: str) -> int:
+        """The tokens that an answer may have where the client asks for no fewer. Raises ApiError
+        where it asks for more.
+        """
+        limit = self.settings.max_tokens
+        if max_tokens is not None and max_tokens > limit:
+            raise ApiError(
+                400,
+                f"{called} {max_tokens} is over this server's limit of {limit}; lower it, or raise"
+                " serve.max_tokens",
+                param=called,
+            )
+        return limit
 
     def _unstopped(self, chat: ChatBody) -> Callable[[int, str], bool] | None:
         """Where no stop string counts in one answer of a chat: in calls."""
