@@ -56,23 +56,7 @@ def train_bpe(
             f"tokenizer.vocab_size {vocab_size} is below {LEAST + len(special)}, the bytes and"
             " special tokens alone; raise it"
         )
-    reference = Reference(models.BPE())
-    bounded = SPLIT.replace("*", f"{{0,{LONGEST_WORD}}}").replace("+", f"{{1,{LONGEST_WORD}}}")
-    reference.pre_tokenizer = _words(bounded)
-    reference.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        min_frequency=2,
-        show_progress=False,
-        special_tokens=[
-            # What stands for hidden text takes the space before it, which belongs to that text.
-            AddedToken(text, special=True, normalized=False, lstrip=text in (MASK, *SENTINELS))
-            for text in (*SPECIALS, *special)
-        ],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-    )
-    interruptible(lambda: reference.train_from_iterator(texts, trainer))
-    reference.pre_tokenizer = _words(SPLIT)
+    reference = _learnt(texts, vocab_size, special)
     reference.post_processor = _frame(
         reference, begin="" if spans else BOS, end=EOS if masks or spans or ends else ""
     )
@@ -90,6 +74,28 @@ def train_bpe(
         "tokenizer_config.json": json.dumps(config, indent=1) + "\n",
     }
     return Tokenizer(files, "the trained tokenizer")
+
+
+def _learnt(texts: Iterable[str], vocab_size: int, special: Sequence[str]) -> Reference:
+    """The vocabulary, and how texts are split into words for it."""
+    reference = Reference(models.BPE())
+    bounded = SPLIT.replace("*", f"{{0,{LONGEST_WORD}}}").replace("+", f"{{1,{LONGEST_WORD}}}")
+    reference.pre_tokenizer = _words(bounded)
+    reference.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=2,
+        show_progress=False,
+        special_tokens=[
+            # What stands for hidden text takes the space before it, which belongs to that text.
+            AddedToken(text, special=True, normalized=False, lstrip=text in (MASK, *SENTINELS))
+            for text in (*SPECIALS, *special)
+        ],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+    )
+    interruptible(lambda: reference.train_from_iterator(texts, trainer))
+    reference.pre_tokenizer = _words(SPLIT)
+    return reference
 
 
 def _frame(reference: Reference, *, begin: str, end: str) -> processors.PostProcessor:
