@@ -92,35 +92,39 @@ def models_router(models: ServedModels) -> APIRouter:
         sent = models.client.build_request(
             "POST", models.addresses[number] + ROUTES[route], content=body, headers=headers
         )
-        address = models.addresses[number]
-        try:
-            answer = await models.client.send(sent, stream=True)
-        except httpx.HTTPError as error:
-            line = f"{address} does not answer ({type(error).__name__}); is `ingot serve` running?"
-            return JSONResponse({"error": line}, 502)
-
-        broke_off = f"the answer of {address} broke off"
-        kind = answer.headers.get("content-type", "application/json")
-        if not kind.startswith("text/event-stream"):
-            # What is not streamed is short, and half of it is no JSON: all of it or none.
-            try:
-                return Response(await answer.aread(), answer.status_code, media_type=kind)
-            except httpx.HTTPError as error:
-                return JSONResponse({"error": f"{broke_off} ({type(error).__name__})"}, 502)
-            finally:
-                await answer.aclose()
-
-        async def pieces() -> AsyncIterator[bytes]:
-            # Closed when the browser goes away, which stops the model's work.
-            try:
-                async for piece in answer.aiter_raw():
-                    yield piece
-            except httpx.HTTPError as error:
-                line = f"{broke_off} ({type(error).__name__})"
-                yield f"\n\ndata: {json.dumps({'error': line})}\n\n".encode()
-            finally:
-                await answer.aclose()
-
-        return StreamingResponse(pieces(), answer.status_code, media_type=kind)
+        return await _passed_on(models.client, sent, models.addresses[number])
 
     return routes
+
+
+async def _passed_on(client: httpx.AsyncClient, sent: httpx.Request, address: str) -> Response:
+    """What the model at `address` answers, streamed where it streams."""
+    try:
+        answer = await client.send(sent, stream=True)
+    except httpx.HTTPError as error:
+        line = f"{address} does not answer ({type(error).__name__}); is `ingot serve` running?"
+        return JSONResponse({"error": line}, 502)
+
+    broke_off = f"the answer of {address} broke off"
+    kind = answer.headers.get("content-type", "application/json")
+    if not kind.startswith("text/event-stream"):
+        # What is not streamed is short, and half of it is no JSON: all of it or none.
+        try:
+            return Response(await answer.aread(), answer.status_code, media_type=kind)
+        except httpx.HTTPError as error:
+            return JSONResponse({"error": f"{broke_off} ({type(error).__name__})"}, 502)
+        finally:
+            await answer.aclose()
+
+    async def pieces() -> AsyncIterator[bytes]:
+        # Closed when the browser goes away, which stops the model's work.
+        try:
+            async for piece in answer.aiter_raw():
+                yield piece
+        except httpx.HTTPError as error:
+            line = f"{broke_off} ({type(error).__name__})"
+            yield f"\n\ndata: {json.dumps({'error': line})}\n\n".encode()
+        finally:
+            await answer.aclose()
+
+    return StreamingResponse(pieces(), answer.status_code, media_type=kind)
