@@ -113,13 +113,7 @@ class DecoderConfig:
         if packed or scheme_of(config, where) is not None:
             # Such files are read as what they mean, and written without it.
             config = {key: config[key] for key in config if key != "quantization_config"}
-        for key, allowed in {**_FIXED, **family.fixed}.items():
-            if key in config and config[key] not in allowed:
-                usual = f"set model.config.{key} to that if it is right, or choose another model"
-                raise WrongInput(
-                    f"{where}: {key} {config[key]!r} is not supported, only {allowed[0]!r};"
-                    f" {_INSTEAD.get(key, usual)}"
-                )
+        _check_fixed(config, family, where)
         refuse_unknown_keys(config, where)
         values = family.filled(config)
         try:
@@ -221,6 +215,17 @@ class DecoderConfig:
             if "rope_local_base_freq" in family_of(self.source).reads:
                 old["rope_local_base_freq"] = by_type[SLIDING]["rope_theta"]
         return {**old, **self.source, "vocab_size": self.vocab_size}
+
+
+def _check_fixed(config: Mapping[str, Any], family: FamilyMember, where: str) -> None:
+    """Raises WrongInput for a value that this implementation does not have."""
+    for key, allowed in {**_FIXED, **family.fixed}.items():
+        if key in config and config[key] not in allowed:
+            usual = f"set model.config.{key} to that if it is right, or choose another model"
+            raise WrongInput(
+                f"{where}: {key} {config[key]!r} is not supported, only {allowed[0]!r};"
+                f" {_INSTEAD.get(key, usual)}"
+            )
 
 
 def is_mxfp4(config: Mapping[str, Any]) -> bool:
