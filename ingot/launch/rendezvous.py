@@ -51,6 +51,11 @@ class Rendezvous:
         self._bucket = open_bucket(place, patience_s=patience_s) if is_remote(place) else None
         self._cache: dict[str, tuple[Version, Note]] = {}
 
+    @classmethod
+    def of(cls, handle: Handle) -> Rendezvous:
+        """That of the start that `handle` finds."""
+        return cls(handle.about["meet"])
+
     @property
     def is_folder(self) -> bool:
         return self._bucket is None
@@ -159,9 +164,8 @@ def clear_rendezvous(url: str) -> None:
         bucket.delete(blob.name)
 
 
-def state_by_notes(place: str, nodes: int) -> JobState:
+def state_by_notes(rendezvous: Rendezvous, nodes: int) -> JobState:
     """The final state of a job from its nodes' exit notes; a node without one was killed."""
-    rendezvous = Rendezvous(place)
     codes = [int(note["code"]) for note in rendezvous.notes(EXIT).values()]
     stopped = [code for code in codes if code in (EXIT_STOPPED, *SIGNAL_CODES)]
     if len(codes) < nodes or any(code not in (*NON_FAILURE_CODES, *stopped) for code in codes):
@@ -233,4 +237,4 @@ class SignalsByNote:
 
     def signal(self, handle: Handle, number: int) -> None:
         """See `Launcher`."""
-        Rendezvous(handle.about["meet"]).send(number)
+        Rendezvous.of(handle).send(number)

@@ -34,9 +34,9 @@ def test_a_job_whose_ranks_saved_and_stopped_was_cancelled_if_somebody_asked(
         meeting.send(number, [0] if number == signal.SIGUSR2 else None)
     for node in range(2):
         meeting.leave(node, EXIT, rank=node, code=75)
-    assert state_by_notes(str(tmp_path), 2) == state
+    assert state_by_notes(meeting, 2) == state
     (tmp_path / f"{SIGNAL}-1.json").write_text('{"number": 10, "ranks": null, "by": "slurm"}\n')
-    assert state_by_notes(str(tmp_path), 2) == "preempted"
+    assert state_by_notes(meeting, 2) == "preempted"
 
 
 def test_a_job_that_was_stopped_before_there_was_anything_to_save_did_not_fail(
@@ -46,13 +46,13 @@ def test_a_job_that_was_stopped_before_there_was_anything_to_save_did_not_fail(
     meeting = Rendezvous(str(tmp_path))
     for node, code in enumerate((143, -signal.SIGINT)):
         meeting.leave(node, EXIT, rank=node, code=code)
-    assert state_by_notes(str(tmp_path), 2) == "failed", "nobody had asked"
+    assert state_by_notes(meeting, 2) == "failed", "nobody had asked"
     meeting.send(signal.SIGTERM)
-    assert state_by_notes(str(tmp_path), 2) == "cancelled"
+    assert state_by_notes(meeting, 2) == "cancelled"
     (tmp_path / f"{SIGNAL}-1.json").write_text('{"number": 10, "ranks": null, "by": "slurm"}\n')
-    assert state_by_notes(str(tmp_path), 2) == "preempted", "its time was up while it loaded"
+    assert state_by_notes(meeting, 2) == "preempted", "its time was up while it loaded"
     meeting.leave(1, EXIT, rank=1, code=1)
-    assert state_by_notes(str(tmp_path), 2) == "failed"
+    assert state_by_notes(meeting, 2) == "failed"
 
 
 def test_secrets_are_read_by_the_node_and_named_alone(tmp_path: Path) -> None:

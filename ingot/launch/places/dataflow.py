@@ -171,7 +171,7 @@ class DataflowLauncher(SignalsByNote):
         is_here = self._is_here(handle)
         if is_here and self._is_alive(handle):
             return "running"
-        notes = Rendezvous(handle.about["meet"]).notes(EXIT)
+        notes = Rendezvous.of(handle).notes(EXIT)
         if self._cancelled(handle.name).exists():
             return "cancelled"
         if notes and notes[0]["code"] == 0:

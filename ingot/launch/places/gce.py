@@ -242,7 +242,7 @@ class GceLauncher(SignalsByNote):
         """
         if being_made:
             return "queued"
-        rendezvous, nodes = Rendezvous(handle.about["meet"]), range(int(handle.about["nodes"]))
+        rendezvous, nodes = Rendezvous.of(handle), range(int(handle.about["nodes"]))
         exits = rendezvous.notes(EXIT)
         failed = [note for note in exits.values() if int(note["code"]) not in NON_FAILURE_CODES]
         if rendezvous.notes(CANCELLED):
@@ -251,7 +251,7 @@ class GceLauncher(SignalsByNote):
         if len(exits) == len(nodes):
             if failed and lost == "preempted":
                 return lost
-            return state_by_notes(handle.about["meet"], len(nodes))
+            return state_by_notes(rendezvous, len(nodes))
         if "machines" not in handle.about:
             return "failed"  # the process that created them died meanwhile
         gone = [
@@ -313,7 +313,7 @@ class GceLauncher(SignalsByNote):
 
     def cancel(self, handle: Handle) -> None:
         """See `Launcher`."""
-        Rendezvous(handle.about["meet"]).leave(0, CANCELLED)
+        Rendezvous.of(handle).leave(0, CANCELLED)
         start, url = handle.about["start"], handle.about["mirror"]
         self._delete(_of_start(start, self._machines(handle.name, url)))
         if left := _of_start(start, self._machines(handle.name, url)):

@@ -41,7 +41,7 @@ from ingot.launch.places.node_commands import (
     write_secrets,
 )
 from ingot.launch.places.slurm_cluster import MEMORY_OPTIONS, NoAnswer
-from ingot.launch.rendezvous import SIGNAL, SignalsByNote, state_by_notes
+from ingot.launch.rendezvous import SIGNAL, Rendezvous, SignalsByNote, state_by_notes
 
 KIND = "slurm"
 SUBMIT_TRIES, RETRY_S = 5, 3.0
@@ -349,7 +349,7 @@ class SlurmLauncher(SignalsByNote):
             else slurm_cluster.STATES.get(fields.get("JobState", ""), "unknown")
         )
         if state == "failed":
-            state = state_by_notes(handle.about["meet"], int(handle.about["nodes"]))
+            state = state_by_notes(Rendezvous.of(handle), int(handle.about["nodes"]))
         if state in FINAL_STATES:
             remove_secrets(Path(handle.about["meet"]))
         return state

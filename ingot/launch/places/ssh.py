@@ -219,7 +219,7 @@ class SshLauncher(SignalsByNote):
         """See `Launcher`; for nodes that another process started, from their notes and
         processes.
         """
-        rendezvous = Rendezvous(handle.about["meet"])
+        rendezvous = Rendezvous.of(handle)
         if not self._started_here(handle):
             if len(ssh_hosts.nodes_with_exit_note(rendezvous)) == len(ssh_hosts.hosts_of(handle)):
                 return _final_state(handle)
@@ -313,7 +313,7 @@ class SshLauncher(SignalsByNote):
         """The launcher may be alive on its own machine and would restart killed nodes: ask the
         ranks to stop, and wait.
         """
-        rendezvous = Rendezvous(handle.about["meet"])
+        rendezvous = Rendezvous.of(handle)
         deadline = time.monotonic() + CANCEL_MARGIN_S + self.recipe.checkpoint.grace_s
         rendezvous.send(signal.SIGTERM)
         while ssh_hosts.running_nodes(rendezvous) and time.monotonic() < deadline:
@@ -336,7 +336,7 @@ class SshLauncher(SignalsByNote):
 
 
 def _final_state(handle: Handle) -> JobState:
-    return state_by_notes(handle.about["meet"], len(ssh_hosts.hosts_of(handle)))
+    return state_by_notes(Rendezvous.of(handle), len(ssh_hosts.hosts_of(handle)))
 
 
 def _launching_host(handle: Handle) -> str:

@@ -275,7 +275,7 @@ def end_nodes(config: str | None, handle: Handle, processes: int) -> None:
     """Wait for the nodes of a start to end, then kill them. `processes`: ranks of each node. Raises
     Failed for a host that cannot be reached: its ranks may still run.
     """
-    rendezvous, deadline = Rendezvous(handle.about["meet"]), time.monotonic() + END_TIMEOUT_S
+    rendezvous, deadline = Rendezvous.of(handle), time.monotonic() + END_TIMEOUT_S
     while (running := running_nodes(rendezvous)) and time.monotonic() < deadline:
         time.sleep(0.2)
     names = hosts_of(handle)

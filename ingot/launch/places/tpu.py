@@ -255,13 +255,13 @@ class TpuLauncher(SignalsByNote):
         return state
 
     def _judge(self, handle: Handle, resource_state: str | None) -> JobState:
-        rendezvous = Rendezvous(handle.about["meet"])
+        rendezvous = Rendezvous.of(handle)
         if rendezvous.notes(CANCELLED):
             return "cancelled"
         if exits := rendezvous.notes(EXIT):
             if taken_away(rendezvous, exits):
                 return "preempted"
-            return state_by_notes(handle.about["meet"], 1)
+            return state_by_notes(rendezvous, 1)
         if resource_state in WAITING:
             return "queued"
         if resource_state == "ACTIVE":
@@ -292,9 +292,9 @@ class TpuLauncher(SignalsByNote):
 
     def log(self, handle: Handle) -> JobLog:
         """See `Launcher`."""
-        return TpuLog(Rendezvous(handle.about["meet"]))
+        return TpuLog(Rendezvous.of(handle))
 
     def cancel(self, handle: Handle) -> None:
         """See `Launcher`."""
-        Rendezvous(handle.about["meet"]).leave(0, CANCELLED)
+        Rendezvous.of(handle).leave(0, CANCELLED)
         tpus.delete(self.google, handle.about["zone"], handle.id)

@@ -211,9 +211,9 @@ class VertexLauncher(SignalsByNote):
 
     def _by_notes(self, handle: Handle) -> JobState | None:
         """How the job ended; None if not all of its nodes told."""
-        place, nodes = handle.about["meet"], int(handle.about["nodes"])
-        left = len(Rendezvous(place).notes(EXIT))
-        return state_by_notes(place, nodes) if left == nodes else None
+        rendezvous, nodes = Rendezvous.of(handle), int(handle.about["nodes"])
+        left = len(rendezvous.notes(EXIT))
+        return state_by_notes(rendezvous, nodes) if left == nodes else None
 
     def waited_s(self, handle: Handle) -> float | None:
         """See `QueueLauncher`."""

@@ -140,7 +140,7 @@ def end_last_start(meter: SpendingMeter, recipe: Recipe, job: Job, launcher: Lau
     if handle is not None:
         leave_out_waiting(meter, launcher, handle)
     if handle is not None and "meet" in handle.about:
-        notes = Rendezvous(handle.about["meet"]).notes(EXIT).values()
+        notes = Rendezvous.of(handle).notes(EXIT).values()
         at = max((float(note["t_wall"]) for note in notes), default=None)
     meter.end(at)
 
