@@ -102,12 +102,9 @@ ROWS = rows(
         "special_tokens.*": "the tokenizer's own special tokens are kept",
         "tokens": "no tokens are added to a tokenizer that a model has",
         "lora_modules_to_save": "an adapter trains linear layers alone",
-        "trust_remote_code": "code of a model's repository is never run",
         "group_by_length": f"{NOT_NEEDED}packing leaves little padding",
         "plugins": "plugins of axolotl are not run",
-        "hub_model_id": "`ingot push` puts a run on the hub",
         "lora_model_dir": "model.lora.adapter goes on from an adapter",
-        "resume_from_checkpoint": f"{NOT_NEEDED}the same command goes on; --fresh begins anew",
         **dict.fromkeys(
             ("model_type", "tokenizer_type", "flash_attention", "sdp_attention"),
             f"{NOT_NEEDED}chosen by itself",

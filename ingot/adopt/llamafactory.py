@@ -97,12 +97,10 @@ ROWS = rows(
         "adapter_name_or_path": "model.lora.adapter goes on from an adapter",
         "streaming": f"{NOT_NEEDED}rows are read from disk as they are needed",
         "predict_with_generate": "`ingot evaluate` and evaluate.prompts generate",
-        "trust_remote_code": "code of a model's repository is never run",
         "do_eval": "train.evaluate_every says when",
         "do_predict": "`ingot evaluate` does that",
         "enable_liger_kernel": "fused kernels of other packages are not used",
         "use_unsloth": "fused kernels of other packages are not used",
-        "resume_from_checkpoint": f"{NOT_NEEDED}the same command goes on; --fresh begins anew",
         **dict.fromkeys(
             ("flash_attn", "ddp_timeout", "overwrite_cache", "overwrite_output_dir", "do_train"),
             f"{NOT_NEEDED}done by itself",

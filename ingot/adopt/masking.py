@@ -10,6 +10,7 @@ from ingot.adopt.read import File
 from ingot.adopt.table import Draft, GivenKeys, KeyRow, Project, number, texts, truth, whole
 from ingot.adopt.tuning import (
     NOT_NEEDED,
+    PUSHED,
     TunerKeys,
     build_run,
     build_tracking,
@@ -22,7 +23,6 @@ from ingot.base.errors import WrongInput
 
 KEYS = TunerKeys()
 SPAN = "mean_noise_span_length"
-PUSHED = "`ingot push` puts a run on the hub"
 OF_ADAPTERS = (
     *("lora_alpha", "lora_dropout", "use_dora", "use_rslora", "loraplus_lr_ratio"),
     "neftune_noise_alpha",
@@ -67,10 +67,7 @@ ROWS = tuple(
             "config_overrides": "`model.config={NAME: VALUE}` overrides a configuration",
             "max_train_samples": "data.fraction trains on a share of the documents",
             "max_eval_samples": "data.validation.fraction holds out a smaller share",
-            "trust_remote_code": "code of a model's repository is never run",
             "push_to_hub": PUSHED,
-            "hub_model_id": PUSHED,
-            "resume_from_checkpoint": f"{NOT_NEEDED}the same command goes on; --fresh begins anew",
             **dict.fromkeys(
                 ("line_by_line", "pad_to_max_length"),
                 f"{NOT_NEEDED}a row holds one document or a piece of one, a batch is as long as its"

@@ -20,6 +20,7 @@ from ingot.adopt.table import (
 from ingot.adopt.tuning import (
     NEVER_DROPPED,
     NOT_NEEDED,
+    PUSHED,
     TunerKeys,
     build_adapter,
     build_run,
@@ -88,10 +89,7 @@ ROWS = rows(
         "system_prompt": "no system prompt is added to rows that have none",
         "chat_template_path": "tokenizer.template names a template or a file",
         "lora_modules_to_save": "an adapter trains linear layers alone",
-        "trust_remote_code": "code of a model's repository is never run",
-        "push_to_hub": "`ingot push` puts a run on the hub",
-        "hub_model_id": "`ingot push` puts a run on the hub",
-        "resume_from_checkpoint": f"{NOT_NEEDED}the same command goes on; --fresh begins anew",
+        "push_to_hub": PUSHED,
         "torch_dtype": f"{NOT_NEEDED}weights are float32, compute is as they fit",
         **dict.fromkeys(
             (

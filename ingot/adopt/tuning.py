@@ -25,6 +25,13 @@ from ingot.adopt.table import (
 )
 
 NOT_NEEDED = "not needed: "
+PUSHED = "`ingot push` puts a run on the hub"
+LOST = {
+    "trust_remote_code": "code of a model's repository is never run",
+    "hub_model_id": PUSHED,
+    "resume_from_checkpoint": f"{NOT_NEEDED}the same command goes on; --fresh begins anew",
+}
+"""What no tuner's recipe takes along of the Trainer's keys."""
 SHARDED = "parallel.shard=auto shares weights, gradients and optimizer over all devices (FSDP2)"
 ADAMW = re.compile(r"(paged_|ao_|optimi_)?adamw(_\w+)?")
 """What AdamW is called; `galore_adamw` and `schedule_free_adamw` are others."""
@@ -97,7 +104,9 @@ def trainer_rows(*, optimizer: str) -> tuple[KeyRow, ...]:
 
 
 def rows(*own: KeyRow, lost: dict[str, str]) -> tuple[KeyRow, ...]:
-    """The rows of a tuner: its own, those of the Trainer, and keys that are not carried over."""
+    """The rows of a tuner: its own, those of the Trainer, and keys that are not carried over, those
+    of `LOST` among them.
+    """
     return (
         *own,
         KeyRow("output_dir"),
@@ -137,7 +146,10 @@ def rows(*own: KeyRow, lost: dict[str, str]) -> tuple[KeyRow, ...]:
         KeyRow("fsdp"),
         KeyRow("fsdp_config"),
         KeyRow("fsdp_config.*"),
-        *(KeyRow(key, lost=why, idle=("false", "none", "0", "0.0")) for key, why in lost.items()),
+        *(
+            KeyRow(key, lost=why, idle=("false", "none", "0", "0.0"))
+            for key, why in {**LOST, **lost}.items()
+        ),
     )
 
 
