@@ -93,15 +93,8 @@ def prepare_submission(recipe: Recipe) -> Submission:
             "parameterValues": {"recipe": planned.address, **_identity(recipe)},
             "failurePolicy": "PIPELINE_FAILURE_POLICY_FAIL_FAST",
         },
+        **pipelines.account_and_network(cloud),
     }
-    if cloud.service_account:
-        job["serviceAccount"] = cloud.service_account
-    if cloud.network:
-        job |= (
-            {"pscInterfaceConfig": {"networkAttachment": cloud.network}}
-            if "/networkAttachments/" in cloud.network
-            else {"network": cloud.network}
-        )
     return Submission(google, planned, spec, job)
 
 

@@ -23,11 +23,30 @@ from ingot.cloud.clients import (
     list_all,
     message_types,
 )
+from ingot.config.sections.deployment import Cloud
 
 POLL_S = 5.0
 """Seconds between two polls."""
 LIMIT_S = 7200.0
 """Timeout for an operation: the longest that Vertex AI allows a deployment."""
+
+
+def account_and_network(cloud: Cloud) -> dict[str, Any]:
+    """The fields of a custom job and of a pipeline job that say as whom and where in the network it
+    runs.
+    """
+    account, network = cloud.service_account, cloud.network
+    fields: dict[str, Any] = {"serviceAccount": account} if account else {}
+    if network and "/networkAttachments/" in network:
+        fields["pscInterfaceConfig"] = {"networkAttachment": network}
+    elif network:
+        fields["network"] = network
+    return fields
+
+
+def _having(labels: Mapping[str, str]) -> str:
+    """The filter for what has all of these labels."""
+    return " AND ".join(f'labels.{key}="{value}"' for key, value in labels.items())
 
 
 def wait_for_operation(
@@ -155,7 +174,7 @@ def cancel_custom_job(google: GoogleClients, name: str) -> None:
 
 def labelled_custom_jobs(google: GoogleClients, labels: Mapping[str, str]) -> list[CustomJobStatus]:
     """All jobs of project and region with these labels, newest first."""
-    wanted = " AND ".join(f'labels.{key}="{value}"' for key, value in labels.items())
+    wanted = _having(labels)
     found = list_all(
         google.client("jobs").list_custom_jobs,
         f"look for jobs with {wanted}",
@@ -250,13 +269,12 @@ def running_pipeline_jobs(
     google: GoogleClients, labels: Mapping[str, str], parameters: Mapping[str, str]
 ) -> list[str]:
     """Ids of the unfinished pipeline jobs with these labels, and these among their parameters."""
-    wanted = " AND ".join(f'labels.{key}="{value}"' for key, value in labels.items())
     states = " OR ".join(f'state="{_PIPELINE_PREFIX}{state}"' for state in PIPELINE_JOB_ALIVE)
     found = list_all(
         google.client("pipelines").list_pipeline_jobs,
         "look for pipelines of this run",
         denied=DENIED,
-        request={"parent": google.parent, "filter": f"{wanted} AND ({states})"},
+        request={"parent": google.parent, "filter": f"{_having(labels)} AND ({states})"},
     )
     return [job.name.rpartition("/")[2] for job in found if _has_parameters(job, parameters)]
 

@@ -260,15 +260,8 @@ class VertexLauncher(SignalsByNote):
             "workerPoolSpecs": pools,
             "scheduling": self._scheduling(job),
             "baseOutputDirectory": {"outputUriPrefix": f"{job.run_folder_url}/vertex"},
+            **jobs.account_and_network(cloud),
         }
-        if cloud.service_account:
-            spec["serviceAccount"] = cloud.service_account
-        if cloud.network:
-            spec |= (
-                {"pscInterfaceConfig": {"networkAttachment": cloud.network}}
-                if "/networkAttachments/" in cloud.network
-                else {"network": cloud.network}
-            )
         if cloud.tensorboard:
             spec["tensorboard"] = tensorboard_name(self._google)
         name = f"ingot-{self._recipe.name}-{job.name}-{job.start_number}"
