@@ -7,7 +7,7 @@ of masked texts each row is a piece of one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
@@ -116,17 +116,18 @@ def column_limits(documents: Documents, seq_len: int, target_len: int | None) ->
 
 
 @dataclass(frozen=True)
-class SingleRecordStage:
-    """The stage for kinds with one record per row: from parts of columns to their row tables, named
-    `table`.
+class TableStage:
+    """From parts of columns to their row tables, named `table`. A kind of stage says which pieces
+    of records are used, and how they make rows.
     """
 
     folder: Path
     table: str
-    documents: Documents
-    seq_len: int
-    target_len: int | None
-    truncate: str = "right"
+
+    @property
+    def columns(self) -> Sequence[str]:
+        """The names of the columns that are read, that of the records' tokens first."""
+        raise NotImplementedError
 
     def open(self) -> Callable[[tuple[Split, int], Advance], PlannedPart]:
         return self._make
@@ -134,12 +135,11 @@ class SingleRecordStage:
     def _make(self, task: tuple[Split, int], advance: Advance) -> PlannedPart:
         split, number = task
         columns = {
-            name: Column(column_prefix(self.folder, split, name, number))
-            for name in COLUMNS[self.documents]
+            name: Column(column_prefix(self.folder, split, name, number)) for name in self.columns
         }
         prefix, count, counts = (
             column_prefix(self.folder, split, self.table, number),
-            len(columns[COLUMNS[self.documents][0]]),
+            len(columns[self.columns[0]]),
             PackingCounts(),
         )
         with ColumnWriter(prefix, np.dtype("int64")) as writer:
@@ -160,9 +160,31 @@ class SingleRecordStage:
             [entry_of(self.folder, path.name) for path in (bin_path(prefix), idx_path(prefix))],
         )
 
+    def _pieces(
+        self, columns: dict[str, Column], first: int, last: int
+    ) -> tuple[Ids, PackingCounts]:
+        """(record, begin, ids) of what is used of the records `first` to `last`, [P, 3], in order,
+        and what is counted of it but for rows.
+        """
+        raise NotImplementedError
+
     def _rows(self, pieces: Ids) -> tuple[Ids, Ids]:
         """The pieces in the order of rows, and how many each row has."""
         return np.arange(len(pieces)), np.ones(len(pieces), np.int64)
+
+
+@dataclass(frozen=True)
+class SingleRecordStage(TableStage):
+    """The stage for kinds with one record per row."""
+
+    documents: Documents
+    seq_len: int
+    target_len: int | None
+    truncate: str = "right"
+
+    @property
+    def columns(self) -> Sequence[str]:
+        return COLUMNS[self.documents]
 
     def _pieces(
         self, columns: dict[str, Column], first: int, last: int
@@ -194,7 +216,6 @@ class SingleRecordStage:
         rows: Flags = before & after & ~too_long
         record, own = np.flatnonzero(rows), next(iter(kept.values()))
         counts = PackingCounts(
-            rows=len(record),
             tokens=int(sum(sizes[rows].sum() for sizes in kept.values())),
             truncated=int((longer & rows).sum()),
             lost=int((before & ~after & ~too_long).sum()),
@@ -246,7 +267,6 @@ class PieceStage(SingleRecordStage):
         pieces[:-1, 2] -= lacking[1:]
         pieces[:, 2] += lacking
         return pieces, PackingCounts(
-            rows=len(pieces),
             tokens=int(pieces[:, 2].sum()),
             split=int((number > 1).sum()),
             untrained=int((number == 0).sum()),
@@ -287,48 +307,27 @@ def _cut(lengths: Ids, number: Ids, most: int, first: int, skipped: Ids | int = 
 
 
 @dataclass(frozen=True)
-class PackStage:
-    """The stage for texts and chats: from parts of columns to their row tables."""
+class PackStage(TableStage):
+    """The stage for texts and chats."""
 
-    folder: Path
-    table: str
     how: str
     seq_len: int
     masked: bool
 
-    def open(self) -> Callable[[tuple[Split, int], Advance], PlannedPart]:
-        return self._make
+    @property
+    def columns(self) -> Sequence[str]:
+        return ("tokens", MASK) if self.masked else ("tokens",)
 
-    def _make(self, task: tuple[Split, int], advance: Advance) -> PlannedPart:
-        split, number = task
-        tokens = Column(column_prefix(self.folder, split, "tokens", number))
-        mask = Column(column_prefix(self.folder, split, MASK, number)) if self.masked else None
-        prefix = column_prefix(self.folder, split, self.table, number)
-        counts = PackingCounts()
-        with ColumnWriter(prefix, np.dtype("int64")) as writer:
-            for first in range(0, len(tokens), WINDOW):
-                last = min(first + WINDOW, len(tokens))
-                pieces, done = self._pieces(tokens, mask, first, last)
-                bins = (
-                    best_fit(pieces[:, 2], self.seq_len)
-                    if self.how.startswith("best_fit")
-                    else np.arange(len(pieces))
-                )
-                order, sizes = _by_row(bins)
-                writer.append(pieces[order].ravel(), sizes * 3)
-                counts += done + PackingCounts(rows=len(sizes), tokens=int(pieces[:, 2].sum()))
-                advance((tokens.begin(last) - tokens.begin(first)) * tokens.dtype.itemsize)
-        return PlannedPart(
-            counts,
-            [entry_of(self.folder, path.name) for path in (bin_path(prefix), idx_path(prefix))],
-        )
+    def _rows(self, pieces: Ids) -> tuple[Ids, Ids]:
+        if not self.how.startswith("best_fit"):
+            return super()._rows(pieces)
+        return _by_row(best_fit(pieces[:, 2], self.seq_len))
 
     def _pieces(
-        self, tokens: Column, mask: Column | None, first: int, last: int
+        self, columns: dict[str, Column], first: int, last: int
     ) -> tuple[Ids, PackingCounts]:
-        """(record, begin, length) of all pieces of the records `first` to `last`, [P, 3], in
-        order.
-        """
+        """(record, begin, ids) of all pieces of the records `first` to `last`, [P, 3], in order."""
+        tokens, mask = columns["tokens"], columns.get(MASK)
         lengths = tokens.lengths(first, last).astype(np.int64)
         long = lengths > self.seq_len
         cut = np.zeros_like(lengths)
@@ -356,7 +355,8 @@ class PackStage:
                 too_long=int(too_long.sum()),
                 untrained=int((~before).sum()),
             )
-        return _cut(lengths, number, self.seq_len, first, cut), counts
+        pieces = _cut(lengths, number, self.seq_len, first, cut)
+        return pieces, replace(counts, tokens=int(pieces[:, 2].sum()))
 
 
 def best_fit(sizes: Ids, capacity: int) -> Ids:

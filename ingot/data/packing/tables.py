@@ -23,6 +23,7 @@ from ingot.data.packing.planning import (
     PackingCounts,
     PackStage,
     SingleRecordStage,
+    TableStage,
     piece_stage,
     truncation,
 )
@@ -183,7 +184,7 @@ def pack(
 
 def _stage(
     folder: Path, prepared: PreparedData, seq_len: int, how: str, target_len: int | None
-) -> PackStage | SingleRecordStage:
+) -> TableStage:
     """What plans the rows of this kind of documents. Raises WrongInput if a text has no room."""
     table, documents = table_name(how, seq_len, target_len), prepared.documents
     if documents == "masked":
