@@ -14,6 +14,10 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = (
 )  # names and numbers of glibc's malloc.h
 MAPPED_BYTES = 2**25
 """The largest size from which on glibc maps allocations alone of its own accord."""
+OWN_BYTES = 2**20
+"""The size from which on blocks are mapped alone inside of `mapping_blocks`: each is found in its
+own, and what is freed is the system's again.
+"""
 
 
 def keep_freed_memory() -> None:
@@ -30,11 +34,11 @@ def keep_freed_memory() -> None:
 
 
 @contextlib.contextmanager
-def mapping_blocks(least_bytes: int) -> Iterator[None]:
-    """Inside the block glibc maps each allocation of `least_bytes` or more alone and unmaps it when
+def mapping_blocks() -> Iterator[None]:
+    """Inside the block glibc maps each allocation of `OWN_BYTES` or more alone and unmaps it when
     it is freed, afterwards those of `MAPPED_BYTES`. Does nothing with another C library.
     """
-    _set_malloc(_M_MMAP_THRESHOLD, least_bytes)
+    _set_malloc(_M_MMAP_THRESHOLD, OWN_BYTES)
     try:
         yield
     finally:

@@ -15,7 +15,7 @@ from ingot.models.device import Compute
 from ingot.models.hf.folder import load_weights, named_tensors
 from ingot.models.native.config import DecoderConfig
 from ingot.models.native.decoder import Decoder
-from ingot.models.native.packed import OWN_BYTES, pack_weights
+from ingot.models.native.packed import pack_weights
 from ingot.models.parameters import allocate, named_weights
 
 
@@ -45,7 +45,7 @@ def open_packed(folder: Path, compute: Compute) -> Decoder | None:
             if part is not None:
                 allocate(part, cpu)
 
-    with mapping_blocks(OWN_BYTES):
+    with mapping_blocks():
         # Names, shapes and contents of all are checked; those on `meta` are read later.
         load_weights(model, folder, make_room=make_room)
         return model if pack_weights(model, read, compute=compute) else None

@@ -14,10 +14,6 @@ from ingot.base.malloc import mapping_blocks
 from ingot.models.generation.windows import FEW_ROWS, PART, CacheWindow
 
 LEAST_LENGTH, SHORT_LENGTH = 32, 1024
-OWN_BYTES = 2**20
-"""From this size on keys and values are mapped alone, so that those that they outgrow are the
-system's again.
-"""
 
 
 class KVCache:
@@ -129,7 +125,7 @@ class KVCache:
         _, heads, _, size = like.shape
         # Zeros, not uninitialised memory: masked probabilities are 0, but 0 times NaN is NaN.
         shape = self._rows, heads, self._length, size
-        with mapping_blocks(OWN_BYTES):  # smaller ones before it would stay as holes
+        with mapping_blocks():  # smaller ones before it would stay as holes
             made = like.new_zeros(shape), like.new_zeros(shape)
         for new, had in zip(made, old or (), strict=False):
             # What the spare row holds is nobody's, and may not be finite.

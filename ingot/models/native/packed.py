@@ -42,10 +42,6 @@ TINY = 2.0**-25
 """Half the distance between the smallest float16 numbers: the most that packing may change a
 weight.
 """
-OWN_BYTES = 2**20
-"""Blocks of this size and more are mapped alone while a model is packed: each matrix is found in
-its own, and what is freed is the system's again.
-"""
 PART_WEIGHTS = 2**23
 """Weights of a vocabulary's head that are packed together, in which they are copied twice."""
 ENGINES = ("x86", "fbgemm")
@@ -289,7 +285,7 @@ def pack_weights(
         return False
     if not _are_halves(model):
         return False
-    with mapping_blocks(OWN_BYTES):
+    with mapping_blocks():
         _pack_ends(model)
         rotations = {rope: ComplexRotation() for rope in set(model.config.ropes)}
         for name in [name for name, _ in model.model.layers.named_children()]:

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ingot.base.errors import WrongInput
+from ingot.base.malloc import OWN_BYTES
 from ingot.models.generation.generator import Generator
 from ingot.models.generation.request import Request
 from ingot.models.native import fbgemm, packed
@@ -167,7 +168,7 @@ def _packed_weights_take_little() -> None:
     torch.testing.assert_close(after, before, rtol=0, atol=tolerances.LOGITS_FP32)
     left = sum(p.numel() for p in model.parameters() if p.ndim == 2)
     assert (left, len(made)) == (0, 3 + 4 * 2)
-    large = [matrix for matrix in made if matrix.lines * matrix.lanes * 512 * 2 > packed.OWN_BYTES]
+    large = [matrix for matrix in made if matrix.lines * matrix.lanes * 512 * 2 > OWN_BYTES]
     assert len(large) == 3 + 2, "the parts of the head, gate and up of each layer"
     for matrix in large:
         assert matrix.numbers is not None
