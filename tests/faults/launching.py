@@ -501,6 +501,14 @@ FAULTS = [
         "tests/launch/node/test_ranks.py",
     ),
     Fault(
+        "jobs-that-start-at-once",
+        "ingot/launch/places/local.py",
+        'with folder_lock(self.folder / "jobs", f"{job.name}.{KIND}.lock"):',
+        "with contextlib.nullcontext():",
+        "of two jobs that are started at once one goes on where status and cancel do not find it",
+        "tests/launch/places/test_local.py",
+    ),
+    Fault(
         "a-dead-runs-id-holds-its-lock",
         "ingot/base/runfolder.py",
         "return process if _is_locked(path) else None",

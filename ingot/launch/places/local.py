@@ -10,6 +10,7 @@ import shlex
 import signal
 import subprocess
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
@@ -17,6 +18,7 @@ from typing import TextIO
 from ingot.base.errors import EXIT_DONE, EXIT_STOPPED, EXIT_WRONG_INPUT, Failed, WrongInput
 from ingot.base.processes import machine_id, own_python, start_ticks
 from ingot.base.progress import say
+from ingot.base.runfolder import folder_lock
 from ingot.base.storage import write_atomic
 from ingot.launch.attempt import NON_FAILURE_CODES, StopRequests, follow
 from ingot.launch.job import Handle, Job, JobState
@@ -122,20 +124,20 @@ class LocalLauncher:
         """
         if reasons := self.can(job):
             raise WrongInput(f"{job.name} cannot run here: {'; '.join(reasons)}")
-        self._clear(job)
         log, script = self._path(job.name, "logs", "log"), self._path(job.name, "jobs", "sh")
         log.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(script, self.render(job))
-        with log.open("ab") as output:
-            process = subprocess.Popen(
-                ["sh", str(script)],
-                env={**os.environ, **job.environment},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            )
-        return self._store(job, process.pid, str(log))
+        with self._cleared(job):
+            write_atomic(script, self.render(job))
+            with log.open("ab") as output:
+                process = subprocess.Popen(
+                    ["sh", str(script)],
+                    env={**os.environ, **job.environment},
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    start_new_session=True,
+                )
+            return self._store(job, process.pid, str(log))
 
     def begin(self, job: Job) -> Handle:
         """A handle for this process, which runs the job itself; it has no log, since its messages
@@ -144,20 +146,28 @@ class LocalLauncher:
         Raises:
             Failed: a job of this name is running already.
         """
-        self._clear(job)
-        return self._store(job, os.getpid(), "")
+        with self._cleared(job):
+            return self._store(job, os.getpid(), "")
 
     def end(self, handle: Handle, code: int) -> None:
         """Record how a job that this process ran itself has ended."""
         write_atomic(self._path(handle.name, "jobs", "exit"), f"{code}\n")
 
-    def _clear(self, job: Job) -> None:
-        if (earlier := self.find(job.name)) is not None and self.status(earlier) == "running":
-            raise Failed(
-                f"{job.name} is running already (process {earlier.id}); cancel it, or wait for it"
-            )
-        for ending in ("exit", "cancelled"):
-            self._path(job.name, "jobs", ending).unlink(missing_ok=True)
+    @contextlib.contextmanager
+    def _cleared(self, job: Job) -> Iterator[None]:
+        """Without what an earlier job of this name left, and locked until the new one has its
+        handle: of two that start at once one would go on under the handle of the other, where
+        nobody finds it.
+        """
+        with folder_lock(self.folder / "jobs", f"{job.name}.{KIND}.lock"):
+            if (earlier := self.find(job.name)) is not None and self.status(earlier) == "running":
+                raise Failed(
+                    f"{job.name} is running already (process {earlier.id}); cancel it, or wait for"
+                    " it"
+                )
+            for ending in ("exit", "cancelled"):
+                self._path(job.name, "jobs", ending).unlink(missing_ok=True)
+            yield
 
     def _store(self, job: Job, process: int, log: str) -> Handle:
         about = {"machine": machine_id() or "", "started": start_ticks(process) or ""}

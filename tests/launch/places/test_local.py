@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import multiprocessing
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -19,6 +23,7 @@ from ingot.launch.job import Handle, Job
 from ingot.launch.places.local import LocalLauncher, command, environment, foreground
 from tests.launch.blocking import blocking_argv, start_script, wait_until, waiting_on
 
+FORK = multiprocessing.get_context("fork")
 FOREGROUND = """
 import sys
 from ingot.launch.job import Job
@@ -118,6 +123,44 @@ def test_a_running_job_is_not_started_twice_and_can_be_cancelled(
     assert (tmp_path / "run" / "jobs" / "long.exit").read_text(
         encoding="utf-8"
     ) == f"{128 + signal.SIGTERM}\n"
+
+
+def _submit_meeting(folder: Path, argv: tuple[str, ...], meeting: Any, told: Any) -> None:
+    """Submit a job; before its handle is stored, wait a while for another process there."""
+    store = LocalLauncher._store
+
+    def later(*arguments: Any) -> Handle:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            meeting.wait(timeout=2)
+        return store(*arguments)
+
+    LocalLauncher._store = later  # type: ignore[method-assign]
+    with contextlib.suppress(Failed):
+        told.put(LocalLauncher(folder).submit(Job("long", argv)))
+
+
+def test_of_two_jobs_that_start_at_once_one_runs_and_has_the_handle(
+    launcher: LocalLauncher, tmp_path: Path
+) -> None:
+    argv, meeting, told = blocking_argv(tmp_path), FORK.Barrier(2), FORK.SimpleQueue()
+    both = [
+        FORK.Process(target=_submit_meeting, args=(launcher.folder, argv, meeting, told))
+        for _ in range(2)
+    ]
+    for process in both:
+        process.start()
+    for process in both:
+        process.join(timeout=60)
+        assert process.exitcode == 0
+    handles = [told.get()]
+    while not told.empty():
+        handles.append(told.get())
+    try:
+        assert handles == [launcher.find("long")]
+        assert launcher.status(handles[0]) == "running"
+    finally:
+        for handle in handles:
+            launcher.cancel(handle)
 
 
 def test_a_job_over_its_time_is_stopped(launcher: LocalLauncher, tmp_path: Path) -> None:
