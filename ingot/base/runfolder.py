@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ingot.base.environment import NODE_VARIABLE
-from ingot.base.errors import Failed
+from ingot.base.errors import Failed, WrongInput
 from ingot.base.processes import descends_from, is_alive
+from ingot.base.progress import say
 from ingot.base.storage import disk_errors, lock_file, make_folder
 
 SET_ASIDE = "earlier"
@@ -179,6 +180,27 @@ def _lock_or_try_again(descriptor: int, path: Path) -> None:
     except BlockingIOError:
         time.sleep(ASKED_S)
         lock_file(descriptor, path, wait=False)
+
+
+@contextlib.contextmanager
+def lock_in_turn(folder: Path, name: str, waiting: str) -> Iterator[None]:
+    """Hold `folder/.name` exclusively; while another process holds it, say `waiting` and wait. On a
+    disk without locks nobody is waited for.
+    """
+    path = folder / f".{name}"
+    with disk_errors(folder):
+        make_folder(folder)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        with contextlib.suppress(WrongInput):
+            try:
+                lock_file(descriptor, path, wait=False)
+            except BlockingIOError:
+                say(waiting)
+                lock_file(descriptor, path, wait=True)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 @contextlib.contextmanager

@@ -1620,4 +1620,12 @@ FAULTS = [
         "a table with images beneath a null, or in lists that share them, is called broken",
         "tests/data/sources/test_tables.py",
     ),
+    Fault(
+        "dump-fetched-by-two",
+        "ingot/data/sources/wikipedia.py",
+        'with lock_in_turn(folder.parent, f"{folder.name}.lock", waiting):',
+        'with lock_in_turn(folder.parent, f"{time.time_ns()}.lock", waiting):',
+        "two that fetch one dump at once write into one file, and both lose it",
+        "tests/data/sources/test_wikipedia_dumps.py",
+    ),
 ]

@@ -22,6 +22,7 @@ from xml.etree.ElementTree import Element, ParseError, XMLPullParser
 from ingot.base.errors import Failed, WrongInput
 from ingot.base.markers import fingerprint
 from ingot.base.progress import Progress, say
+from ingot.base.runfolder import lock_in_turn
 from ingot.base.storage import disk_errors, fsync_folder
 from ingot.base.userfolders import cache_folder
 from ingot.config.sections.data import SourceSettings
@@ -118,10 +119,22 @@ def fetch_dump(file: SourceFile) -> None:
         Failed: the connection broke several times without progress, the file is not the one that
             was found any more, or the disk is full.
     """
-    target, size = Path(file.path), file.bytes
-    if target.is_file() and target.stat().st_size == size:
+    target = Path(file.path)
+    if _is_whole(file, target):
         return
-    partial = target.with_name(target.name + ".partial")
+    folder, waiting = target.parent, f"waiting for another process that fetches {file.name}"
+    # Two would write into one file.
+    with lock_in_turn(folder.parent, f"{folder.name}.lock", waiting):
+        if not _is_whole(file, target):
+            _fetch_whole(file, target)
+
+
+def _is_whole(file: SourceFile, target: Path) -> bool:
+    return target.is_file() and target.stat().st_size == file.bytes
+
+
+def _fetch_whole(file: SourceFile, target: Path) -> None:
+    partial, size = target.with_name(target.name + ".partial"), file.bytes
     with disk_errors(target):
         partial.parent.mkdir(parents=True, exist_ok=True)
     have = furthest = partial.stat().st_size if partial.exists() else 0

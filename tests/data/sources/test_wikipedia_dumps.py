@@ -5,7 +5,10 @@ in words.
 from __future__ import annotations
 
 import bz2
+import contextlib
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
@@ -42,6 +45,8 @@ class Server(Loopback):
         """The tags of the next answers, each of another server of a mirror."""
         self.pages = 0
         """How many of the next answers are those of a network that wants to be logged in to."""
+        self.meeting: threading.Barrier | None = None
+        """Where an answer waits a while for another one, after its first byte."""
         self.asked: list[tuple[str, str]] = []
 
 
@@ -77,6 +82,11 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("ETag", tag)
         self.end_headers()
         if send:
+            if server.meeting is not None:
+                self.wfile.write(data[:1])
+                data = data[1:]
+                with contextlib.suppress(threading.BrokenBarrierError):
+                    server.meeting.wait(timeout=2)
             self.wfile.write(data[: server.breaks.pop(0)] if server.breaks else data)
 
     def log_message(self, *arguments: Any) -> None:
@@ -120,6 +130,17 @@ def test_a_broken_download_goes_on(server: Server) -> None:
     assert Path(file.path).read_bytes() == server.data
     assert gets(server) == ["", "bytes=100-", "bytes=150-", "bytes=150-", "bytes=150-"]
     assert [path.name for path in Path(file.path).parent.iterdir()] == [NAME]
+
+
+def test_two_that_fetch_one_dump_at_once_fetch_it_once(
+    server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.meeting, file = threading.Barrier(2), find()
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(fetch_dump, [file, file]))
+    assert Path(file.path).read_bytes() == server.data
+    assert gets(server) == [""]
+    assert f"waiting for another process that fetches {NAME}" in capsys.readouterr().err
 
 
 def test_a_download_that_gains_nothing_ends(server: Server) -> None:
