@@ -613,4 +613,12 @@ FAULTS = [
         "a plan says that nothing trained is cut away where prompts lose their beginning",
         "tests/plan/test_data_sample.py",
     ),
+    Fault(
+        "corrections-stored-at-once",
+        "ingot/plan/devices/learned.py",
+        'with lock_in_turn(path.parent, f"{path.name}.lock", waiting):',
+        "if waiting:",
+        "of what two plans learn about a device at once one part is lost",
+        "tests/plan/devices/test_learned.py",
+    ),
 ]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ingot.base.errors import WrongInput
+from ingot.base.runfolder import lock_in_turn
 from ingot.base.storage import write_atomic
 from ingot.base.userfolders import config_folder
 from ingot.plan.ranges import Range
@@ -74,11 +75,11 @@ def learned_factor(name: str, basis: str) -> Range | None:
 
 def keep(name: str, found: Correction) -> Path:
     """Store a correction, in place of an earlier one of the same training."""
-    others = [one for one in corrections(name) if one.run != found.run]
-    rows = [{**asdict(one), "factor": _ends(one.factor)} for one in (*others, found)]
-    path = _file(name)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, json.dumps({"schema": SCHEMA, "runs": rows}, indent=1) + "\n")
+    path, waiting = _file(name), f"waiting for another process that learns about {name}"
+    with lock_in_turn(path.parent, f"{path.name}.lock", waiting):  # else its correction is lost
+        others = [one for one in corrections(name) if one.run != found.run]
+        rows = [{**asdict(one), "factor": _ends(one.factor)} for one in (*others, found)]
+        write_atomic(path, json.dumps({"schema": SCHEMA, "runs": rows}, indent=1) + "\n")
     return path
 
 
