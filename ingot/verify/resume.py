@@ -25,6 +25,7 @@ from ingot.base.environment import RESOLVED_VARIABLE
 from ingot.base.errors import Failed, WrongInput
 from ingot.base.processes import own_python
 from ingot.base.progress import duration, say
+from ingot.base.runfolder import folder_lock
 from ingot.base.runlog import read_lines
 from ingot.base.storage import sha256_file
 from ingot.checkpoints.reader import StoredTensors
@@ -36,6 +37,7 @@ from ingot.models.device import adds_in_any_order
 from ingot.verify.proof import Check, Proof
 
 STEPS, EVERY = 9, 3
+FOLDER = "verify-resume"
 KILL_STEPS = (5, 8)
 """Each kill is after a checkpoint's step, so that steps are lost."""
 CLOCKS = (
@@ -124,24 +126,25 @@ class ResumeRun:
 @contextlib.contextmanager
 def _side_by_side(recipe: Recipe) -> Iterator[tuple[ResumeRun, ResumeRun]]:
     """Two runs beside the prepared data, removed at the end."""
-    folder = recipe.folder.root / "verify-resume"
-    shutil.rmtree(folder, ignore_errors=True)
-    try:
-        folder.mkdir()
-        file = folder / "recipe.yaml"
-        file.write_text(dump_recipe(recipe), encoding="utf-8")
-        runs = []
-        for name in ("straight", "broken"):
-            changes = [f"output={folder / name}", *_short_run_knobs(recipe)]
-            run = ResumeRun(file, changes, load_recipe([file], changes, environ={}, dotenv=None))
-            run.recipe.folder.root.mkdir(parents=True)
-            run.recipe.folder.data.symlink_to(
-                recipe.folder.data.resolve(), target_is_directory=True
-            )
-            runs.append(run)
-        yield runs[0], runs[1]
-    finally:
+    folder = recipe.folder.root / FOLDER
+    # Another proof of this run would take the folder away from under this one.
+    with folder_lock(recipe.folder.root, FOLDER):
         shutil.rmtree(folder, ignore_errors=True)
+        try:
+            folder.mkdir()
+            file = folder / "recipe.yaml"
+            file.write_text(dump_recipe(recipe), encoding="utf-8")
+            yield _short_run(recipe, file, "straight"), _short_run(recipe, file, "broken")
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _short_run(recipe: Recipe, file: Path, name: str) -> ResumeRun:
+    changes = [f"output={file.parent / name}", *_short_run_knobs(recipe)]
+    run = ResumeRun(file, changes, load_recipe([file], changes, environ={}, dotenv=None))
+    run.recipe.folder.root.mkdir(parents=True)
+    run.recipe.folder.data.symlink_to(recipe.folder.data.resolve(), target_is_directory=True)
+    return run
 
 
 def _short_run_knobs(recipe: Recipe) -> list[str]:

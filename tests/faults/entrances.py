@@ -1285,4 +1285,12 @@ FAULTS = [
         "a thread that begins while a small model answers computes with one thread for good",
         "tests/api/test_model.py",
     ),
+    Fault(
+        "proofs-in-one-folder",
+        "ingot/verify/resume.py",
+        "with folder_lock(recipe.folder.root, FOLDER):",
+        "with contextlib.nullcontext():",
+        "two proofs of resumption of one run take each other's trainings away",
+        "tests/verify/test_resume.py",
+    ),
 ]

@@ -140,6 +140,19 @@ def test_no_run_is_stopped_before_it_is_killed(root: Path) -> None:
     assert asked[0].train.early_stop is None
 
 
+def test_a_second_proof_of_one_run_takes_nothing_from_the_first(root: Path) -> None:
+    made = small_recipe(root)
+
+    def run(arguments: Sequence[str]) -> tuple[int, str]:
+        with pytest.raises(Failed, match="in use by process"):
+            verify_resume(made, lambda _: (1, "the second"))
+        assert load_recipe([Path(arguments[1])], arguments[2:]).folder.columns.exists()
+        return 1, "no more"
+
+    with pytest.raises(Failed, match="no more"):
+        verify_resume(made, run)
+
+
 @pytest.mark.parametrize(
     "begun", [{"train__start_from": "earlier"}, {"train__start_step": 30}], ids=str
 )
