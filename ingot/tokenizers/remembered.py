@@ -14,6 +14,7 @@ import json
 import platform
 from pathlib import Path
 
+from ingot.base.errors import IngotError
 from ingot.base.markers import fingerprint
 from ingot.base.storage import write_atomic
 from ingot.base.userfolders import cache_folder
@@ -37,8 +38,8 @@ def remember_encoder(tokenizer: Tokenizer, name: str) -> None:
     """Keep a choice. That of the reference is not kept: other documents may allow a faster one."""
     if name == REFERENCE:
         return
-    # Without a folder that can be written, the next run chooses again.
-    with contextlib.suppress(OSError):
+    # Without a folder that can be written, such as another user's, the next run chooses again.
+    with contextlib.suppress(OSError, IngotError):
         file = _file(tokenizer)
         file.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(file, json.dumps({"encoder": name}) + "\n")

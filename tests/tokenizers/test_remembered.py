@@ -12,6 +12,7 @@ from ingot.tokenizers import remembered
 from ingot.tokenizers.encoders import LIBRARIES, REFERENCE, EncoderLibrary
 from ingot.tokenizers.remembered import forget_encoder, remember_encoder, remembered_encoder
 from ingot.tokenizers.tokenizer import Tokenizer
+from tests.nobody import as_nobody, open_folder
 from tests.tokenizers.small import bpe_files, unigram_files
 
 ONE, OTHER = Tokenizer(bpe_files()), Tokenizer(unigram_files())
@@ -56,3 +57,17 @@ def test_a_damaged_file_and_no_folder_at_all(cache: Path, monkeypatch: pytest.Mo
     remember_encoder(ONE, LIBRARIES[0].name)
     assert remembered_encoder(ONE) is None
     forget_encoder(ONE)
+
+
+def test_a_folder_of_another_user_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def choose() -> None:
+        remember_encoder(ONE, LIBRARIES[0].name)
+        assert remembered_encoder(ONE) is None
+        forget_encoder(ONE)
+
+    with open_folder() as root:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(root))
+        (root / "ingot" / "encoders").mkdir(parents=True)
+        (root / "ingot" / "encoders").chmod(0o555)
+        as_nobody(choose)
+        (root / "ingot" / "encoders").chmod(0o755)
