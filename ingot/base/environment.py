@@ -48,8 +48,8 @@ CPU_QUOTAS = (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us"))
 """The files of version 2 and of version 1 of control groups that tell microseconds of processor
 time, and in which period.
 """
-_SPECIAL = ("eos", "bos", "pad", "unk", "sep", "cls", "mask", "image", "audio", "video")
-"""Tokens of tokenizers and models, which are no secrets."""
+_SPECIAL = ("eos", "bos", "pad", "unk", "sep", "cls", "mask", "image", "audio", "video", "per")
+"""Tokens of tokenizers and models, and numbers `per_token`, which are no secrets."""
 _SECRET = re.compile(
     rf"""(?: {"".join(f"(?<!{name}_)" for name in _SPECIAL)} TOKEN
     | PASSWORD | PASSWD | PASSPHRASE | SECRET | AUTHORIZATION | COOKIE | CONNECTION_?STRING

@@ -5,6 +5,7 @@ run.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 from ingot.base.environment import holds_secret
@@ -40,13 +41,27 @@ def masked(value: Any) -> Any:
     return [masked(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def _hidden(value: Any) -> Any:
+def _hidden(value: Any, mark: Callable[[Any], str] = lambda _: MASK) -> Any:
     if isinstance(value, dict):
-        return {key: _hidden(item) for key, item in value.items()}
+        return {key: _hidden(item, mark) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_hidden(item) for item in value]
+        return [_hidden(item, mark) for item in value]
     is_secret = value not in ("", None, False, True) and not str(value).startswith(REFERENCES)
-    return MASK if is_secret else value
+    return mark(value) if is_secret else value
+
+
+def knobs_hidden(value: Any) -> Any:
+    """Knobs as a record keeps them, that others may read: values under names of secrets, such as an
+    argument of a reward, leave a mark too, as `keys_hidden` does of keys in addresses.
+    """
+    if isinstance(value, dict):
+        return {
+            keys_hidden(key): _hidden(one, _mark) if holds_secret(str(key)) else knobs_hidden(one)
+            for key, one in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return [knobs_hidden(one) for one in value]
+    return keys_hidden(value)
 
 
 def keys_hidden(value: Any) -> Any:
@@ -66,7 +81,10 @@ def _in_text(text: str) -> str:
 
 
 def _marked(found: re.Match[str]) -> str:
-    secret = found["value"]
-    if secret.startswith(MASK[:-1]):
-        return found[0]
-    return f"{found['key']}{MASK[:-1]}:{fingerprint(secret)[:4]})"
+    return f"{found['key']}{_mark(found['value'])}"
+
+
+def _mark(secret: Any) -> str:
+    if str(secret).startswith(MASK[:-1]):
+        return str(secret)
+    return f"{MASK[:-1]}:{fingerprint(secret)[:4]})"

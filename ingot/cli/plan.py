@@ -278,7 +278,7 @@ def ask_cloud(recipe: Recipe, place: PlannedPlace, *, ask: bool) -> list[PlanFin
 
 
 def _show(recipe: Recipe, made: RunPlan, found: Findings, *, as_json: bool, keep: bool) -> None:
-    from ingot.base.masking import keys_hidden
+    from ingot.base.masking import keys_hidden, knobs_hidden
     from ingot.base.progress import say
     from ingot.base.storage import write_atomic
     from ingot.cli.views.plan_table import show_plan
@@ -286,7 +286,7 @@ def _show(recipe: Recipe, made: RunPlan, found: Findings, *, as_json: bool, keep
     from ingot.plan.assemble import RECORDED
 
     content = plan_json(made)
-    content["knobs"] = recipe.select(RECORDED)
+    content["knobs"] = knobs_hidden(recipe.select(RECORDED))
     content["wrong"] = list(found.wrong)
     content["not_checked"] = list(dict.fromkeys(found.unknown))
     content = keys_hidden(content)

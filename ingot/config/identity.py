@@ -14,7 +14,7 @@ from typing import Any
 
 from ingot.base.errors import WrongInput, differing
 from ingot.base.markers import fingerprint
-from ingot.base.masking import keys_hidden
+from ingot.base.masking import knobs_hidden
 from ingot.base.runfolder import model_folder
 from ingot.base.storage import find_files, is_hidden, is_remote, sampled_sha256, sha256_file
 from ingot.config.doors import (
@@ -111,7 +111,7 @@ def training_identity(recipe: Recipe) -> dict[str, Any]:
         (FAMILIES, str(recipe.model.config.get("model_type", ""))),
     )
     rewards = [(REWARDS, reward.kind) for reward in getattr(recipe.objective, "rewards", [])]
-    identity: dict[str, Any] = keys_hidden(chosen | packages_of((*kinds, *rewards)))
+    identity: dict[str, Any] = knobs_hidden(chosen | packages_of((*kinds, *rewards)))
     return identity
 
 
@@ -124,7 +124,7 @@ def measured_with(recipe: Recipe, metric: str, held_out: str | None) -> dict[str
     knobs["train.average.evaluate"] = average is not None and average.evaluate
     if reads_held_out(recipe, metric):
         knobs["held_out"] = held_out
-    found: dict[str, Any] = keys_hidden(knobs | items_identity(recipe, metric))
+    found: dict[str, Any] = knobs_hidden(knobs | items_identity(recipe, metric))
     return found
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from ingot.base.errors import WrongInput
 from ingot.base.markers import FileEntry
+from ingot.base.masking import knobs_hidden
 from ingot.base.progress import Progress, say
 from ingot.base.reports import VerbOutcome, file_sizes
 from ingot.base.storage import (
@@ -128,8 +129,8 @@ def _prepare(recipe: Recipe, raw: RawData, engine: Engine, *, again: bool) -> Ve
         prefix=prefix_of(recipe),
         labels=recipe.labels,
     )
-    knobs = recipe.select(
-        ("data.train", "data.validation", "data.fraction", "data.clean", "tokenizer")
+    knobs = knobs_hidden(
+        recipe.select(("data.train", "data.validation", "data.fraction", "data.clean", "tokenizer"))
     )
     dropped = _dropped(raw, made, splits, cleaned)
     about = {"raw": raw.identity, "cleaned": cleaned.identity, "knobs": knobs, "dropped": dropped}

@@ -20,7 +20,7 @@ import ingot
 from ingot.base.environment import ranks
 from ingot.base.errors import Failed, IngotError, Stopped, WrongInput, differing
 from ingot.base.markers import fingerprint
-from ingot.base.masking import keys_hidden
+from ingot.base.masking import keys_hidden, knobs_hidden
 from ingot.base.progress import say
 from ingot.base.reports import (
     FormerRecord,
@@ -229,7 +229,7 @@ def step_inputs(
     `PipelineStepRecord.inputs`. `last`, the record of its last run, answers for what cannot be
     asked now.
     """
-    reads: dict[str, Any] = {"verb": step.verb, "knobs": step.knobs(recipe)}
+    reads: dict[str, Any] = {"verb": step.verb, "knobs": knobs_hidden(step.knobs(recipe))}
     parts = step.parts(recipe)
     for verb in step.after(recipe):
         record = read_record(recipe.folder.steps, verb)
@@ -390,4 +390,4 @@ def _changed_since(step: PipelineStep, recipe: Recipe) -> list[str]:
     record = read_record(recipe.folder.steps, step.verb)
     if record is None:
         return []
-    return changes(keys_hidden(record.knobs.get("knobs", {})), keys_hidden(step.knobs(recipe)))
+    return changes(knobs_hidden(record.knobs.get("knobs", {})), knobs_hidden(step.knobs(recipe)))

@@ -14,6 +14,7 @@ from typing import Any
 
 from ingot.base.errors import WrongInput
 from ingot.base.exact_json import as_object
+from ingot.base.masking import knobs_hidden
 from ingot.base.runfolder import RunFolder
 from ingot.base.runlog import read_lines
 from ingot.config.identity import changes
@@ -67,7 +68,8 @@ def learn(run: RunFolder) -> Lesson:
             f" {place.get('world')} x {known.get('name')}; {KEEP_ANEW}"
         )
     recipe = load_recipe([run.recipe], environ={}, dotenv=None).at("train")
-    if different := changes(as_object(plan.get("knobs")), recipe.select(RECORDED)):
+    trained_with = knobs_hidden(recipe.select(RECORDED))
+    if different := changes(as_object(plan.get("knobs")), trained_with):
         raise WrongInput(f"{run.root} has other knobs than its plan: {different[0]}; {KEEP_ANEW}")
     now = _coefficients(devices)
     if now is None or now.basis != known.get("basis"):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ingot.base.errors import WrongInput
-from ingot.base.masking import keys_hidden
+from ingot.base.masking import knobs_hidden
 from ingot.base.progress import say
 from ingot.base.runfolder import RunFolder
 from ingot.checkpoints.store import (
@@ -271,6 +271,6 @@ def _so_far(identity: Mapping[str, Any], place: int) -> dict[str, Any]:
     yet: those may still be changed.
     """
     return {
-        **keys_hidden(dict(identity)),
+        **knobs_hidden(dict(identity)),
         "data.skip": [list(span) for span in identity.get("data.skip", []) if span[0] < place],
     }

@@ -222,6 +222,7 @@ def test_a_secret_is_a_reference_and_its_value_never_stands_in_an_error(
         *((name, True) for name in ("PGPASSWORD", "MYSQL_PWD", "KAGGLE_KEY", "SECRET_2")),
         *((name, True) for name in ("AZURE_STORAGE_CONNECTION_STRING", "X-Api-Key", "hf_token")),
         *((name, False) for name in ("PWD", "OLDPWD", "text_key", "eos_token", "max_tokens")),
+        *((name, False) for name in ("experts_per_token", "flops_per_token")),
         *((name, False) for name in ("HF_TOKEN_PATH", "TOKENIZERS_PARALLELISM", "PATH", "KEYMAP")),
         *((name, False) for name in ("GOOGLE_APPLICATION_CREDENTIALS", "MONKEY", "CACHE_KEY_DIR")),
     ],

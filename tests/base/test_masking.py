@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ingot.base.masking import MASK, keys_hidden, masked
+from ingot.base.masking import MASK, keys_hidden, knobs_hidden, masked
 from ingot.config.documents import value_of
 from ingot.config.knobs import knobs
 
@@ -31,6 +31,21 @@ def test_a_record_keeps_a_mark_by_which_another_key_differs() -> None:
     assert keys_hidden(hidden) == hidden, "what was hidden before stays"
     assert masked(hidden["knobs"][0]["source"]) == masked(f"{address}one")
     assert keys_hidden("https://host/a.jsonl?part=2#rows") == "https://host/a.jsonl?part=2#rows"
+
+
+def test_a_record_of_knobs_keeps_a_mark_of_what_is_under_the_name_of_a_secret() -> None:
+    given = {"api_key": "s3cr3t", "headers": {"Authorization": ["s3cr3t"]}, "password": 12345678}
+    kept = {"max_tokens": 4, "experts_per_token": 8, "token": "env:TOKEN", "secret": None}
+    hidden = knobs_hidden({"rewards": ({"arguments": given | kept},)})
+    assert "s3cr3t" not in str(hidden)
+    assert "12345678" not in str(hidden)
+    (reward,) = hidden["rewards"]
+    assert {name: reward["arguments"][name] for name in kept} == kept
+    assert knobs_hidden(hidden) == hidden, "what was hidden before stays"
+    for name, other in {"api_key": "s3cr3u", "password": 12345679}.items():
+        changed = knobs_hidden({"rewards": [{"arguments": given | kept | {name: other}}]})
+        assert changed != hidden
+    assert masked(hidden) == masked({"rewards": [{"arguments": given | kept}]})
 
 
 @pytest.mark.parametrize("login", ["me:a@b", "me:a@b@c", "m'e:pa\"ss", "a@b"])

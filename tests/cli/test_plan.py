@@ -23,6 +23,7 @@ from ingot.cloud.doctor import context
 from ingot.cloud.doctor.finding import DoctorFinding
 from ingot.config.recipe import Recipe
 from ingot.config.sections.data import SourceSettings
+from ingot.config.sections.grpo import GRPOSettings
 from ingot.config.values import Findings
 from ingot.plan import assemble
 from ingot.plan.as_json import plan_json
@@ -338,7 +339,7 @@ def test_a_real_plan_is_kept_beside_the_run(place: Path) -> None:
 
 
 @pytest.mark.parametrize("as_json", [False, True])
-def test_no_key_of_an_address_is_kept_or_printed(
+def test_no_key_of_an_address_or_reward_is_kept_or_printed(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -349,9 +350,12 @@ def test_no_key_of_an_address_is_kept_or_printed(
     data = plan.recipe.data.model_copy(
         update={"train": [SourceSettings(source=f"{address}s3cr3t")]}
     )
+    judge = {"kind": "python", "function": "a:b", "arguments": {"api_key": "s3cr3t"}}
+    objective = GRPOSettings.model_validate({"kind": "grpo", "group": 4, "rewards": [judge]})
     found = Findings({})
     found.unknown.append(f"{address}s3cr3t does not answer")
-    _show(plan.recipe.model_copy(update={"data": data}), plan, found, as_json=as_json, keep=True)
+    recipe = plan.recipe.model_copy(update={"data": data, "objective": objective})
+    _show(recipe, plan, found, as_json=as_json, keep=True)
     kept = plan.recipe.folder.plan.read_text(encoding="utf-8")
     assert f"{address}(hidden:" in kept
     printed = capsys.readouterr()

@@ -10,6 +10,7 @@ import pytest
 
 from ingot.config.identity import changes, content_identity, measured_with, stops_by_held_out
 from ingot.config.recipe import Recipe
+from ingot.pipeline.incremental import step_inputs
 from ingot.pipeline.steps import step_named
 from tests.small import small_recipe
 
@@ -85,6 +86,25 @@ def test_values_of_an_edited_judge_do_not_compare(tmp_path: Path) -> None:
     assert found[0]["held_out"] == "held out"
     (told,) = changes(*found)
     assert told.startswith(f"evaluate.reward.rewards: what stands in {judge} ")
+
+
+def test_no_secret_of_a_reward_stands_in_what_a_training_is_told_by(tmp_path: Path) -> None:
+    """Neither of the objective nor of a task; another secret is another training all the same."""
+
+    def told(key: str, verb: str) -> tuple[str, Any]:
+        reward = {"kind": "python", "function": "a:b", "arguments": {"api_key": key}}
+        objective = {"kind": "grpo", "group": 4, "rewards": [reward]}
+        recipe = small_recipe(tmp_path, objective=objective)
+        stored = step_inputs(step_named(verb), recipe, {})["knobs"]
+        training = content_identity(recipe), measured_with(recipe, "reward/reward", None)
+        return json.dumps([stored, training]), (stored, training)
+
+    for verb in ("train", "evaluate"):
+        text, first = told("s3cr3t", verb)
+        assert "(hidden:" in text
+        assert "s3cr3t" not in text
+        assert told("s3cr3t", verb)[1] == first
+        assert all(now != before for now, before in zip(told("0ther", verb)[1], first, strict=True))
 
 
 def test_what_can_end_a_training_is_a_part_of_it(tmp_path: Path, items: Path) -> None:

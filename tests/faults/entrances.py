@@ -1059,10 +1059,18 @@ FAULTS = [
     Fault(
         "lists-of-secrets-shown",
         "ingot/base/masking.py",
-        "return [_hidden(item) for item in value]",
+        "return [_hidden(item, mark) for item in value]",
         "return value",
         "secrets that stand in a list under their name are shown on pages and cards",
         "tests/base/test_masking.py",
+    ),
+    Fault(
+        "secrets-of-rewards-in-records",
+        "ingot/config/identity.py",
+        "= knobs_hidden(chosen | packages_of((*kinds, *rewards)))",
+        "= chosen | packages_of((*kinds, *rewards))",
+        "a key in a reward's arguments stands in the checkpoints of a training and in its records",
+        "tests/config/test_identity.py",
     ),
     Fault(
         "half-a-login-shown",

@@ -1218,8 +1218,8 @@ FAULTS = [
     Fault(
         "best-on-other-items",
         "ingot/config/identity.py",
-        "keys_hidden(knobs | items_identity(recipe, metric))",
-        "keys_hidden(knobs)",
+        "knobs_hidden(knobs | items_identity(recipe, metric))",
+        "knobs_hidden(knobs)",
         "a task's items are rewritten, and the checkpoint that was best on the old ones is exported",
         "tests/config/test_identity.py",
     ),

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from ingot.base.errors import WrongInput
+from ingot.base.masking import knobs_hidden
 from ingot.base.runfolder import RunFolder
 from ingot.base.runlog import append_line
-from ingot.config.load import dump_recipe
+from ingot.config.load import dump_recipe, load_recipe
 from ingot.plan.as_json import plain
 from ingot.plan.assemble import RECORDED, known_coefficients
 from ingot.plan.devices.coefficients import (
@@ -86,10 +87,15 @@ def plan_of(world: int = 1, **changed: Any) -> dict[str, Any]:
 
 
 def trained(
-    root: Path, seconds: list[float], *, devices: Any = HERE, plan: Any = "of this run"
+    root: Path,
+    seconds: list[float],
+    *,
+    devices: Any = HERE,
+    plan: Any = "of this run",
+    **knobs: Any,
 ) -> RunFolder:
     """A run that logged each of its steps."""
-    recipe = small_recipe(root, train__global_batch=ROWS)
+    recipe = small_recipe(root, train__global_batch=ROWS, **knobs)
     run = recipe.folder
     run.reports.mkdir(parents=True)
     run.recipe.write_text(dump_recipe(recipe), encoding="utf-8")
@@ -145,6 +151,15 @@ def test_what_was_learned_can_be_taken_away(tmp_path: Path) -> None:
     again = ingot("plan", "--forget", name)
     assert again.returncode == 2
     assert "nothing was learned" in again.stderr
+
+
+def test_a_plan_that_hides_the_key_of_a_source_is_of_its_training(tmp_path: Path) -> None:
+    signed = [{"source": "https://me:pass@host/a.jsonl?X-Amz-Signature=s3cr3t"}]
+    run = trained(tmp_path, [9.0, *[1.5] * 4], plan=None, data__train=signed)
+    knobs = load_recipe([run.recipe], environ={}, dotenv=None).at("train").select(RECORDED)
+    run.plan.write_text(json.dumps(plan_of(knobs=knobs_hidden(knobs))))
+    learn(run)
+    assert took(known()).likely == pytest.approx(1.5)
 
 
 def test_a_new_calibration_is_not_corrected_by_what_was_learned_of_the_old_one(

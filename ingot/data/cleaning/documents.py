@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from ingot.base.errors import WrongInput
 from ingot.base.markers import read_marker
+from ingot.base.masking import knobs_hidden
 from ingot.config.recipe import Recipe
 from ingot.data.cleaning.clean import cleaned_as
 from ingot.data.cleaning.cleaned import CleaningResult
@@ -51,7 +52,7 @@ def read_documents(recipe: Recipe, split: Split) -> Iterator[Document]:
     raw = open_raw(recipe)
     made = read_marker(recipe.folder.columns, MANIFEST) or {"raw": raw.identity}
     cleaned = cleaned_as(recipe, made.get("cleaned"))
-    asked = recipe.select(("data.clean",))["data.clean"]
+    asked = knobs_hidden(recipe.select(("data.clean",))["data.clean"])
     is_same = made.get("knobs", {}).get("data.clean", asked) == asked
     is_same = is_same and made["raw"] == raw.identity
     if cleaned is None or not is_same:
