@@ -155,7 +155,8 @@ def ranks(environ: Mapping[str, str] | None = None) -> Ranks:
     """This process's rank; the only one of its job where no variable says otherwise.
 
     Raises:
-        WrongInput: the variables are no numbers, or name a rank that the job has not.
+        WrongInput: the variables are no numbers, name a rank that the job has not, or LOCAL_RANK
+            stands alone.
     """
     environ = os.environ if environ is None else environ
     values = [
@@ -178,6 +179,11 @@ def ranks(environ: Mapping[str, str] | None = None) -> Ranks:
         raise WrongInput(
             f"RANK={here.rank} is no rank of WORLD_SIZE={here.world}; start with torchrun, or"
             f" {AS_ONE_PROCESS}"
+        )
+    if "LOCAL_RANK" in environ and "RANK" not in environ:
+        raise WrongInput(
+            f"LOCAL_RANK={here.local_rank} is set and RANK is not, as whoever starts ranks sets it;"
+            f" start with torchrun, or {AS_ONE_PROCESS}"
         )
     return here
 

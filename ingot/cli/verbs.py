@@ -35,7 +35,9 @@ def do_step(
     """
     more = [*(["--debug"] if debug else []), *(["--json"] if as_json else [])]
     recipe, step = read_recipe(arguments, verb), step_named(verb)
-    if not step.distributed:
+    if step.distributed:
+        ranks()  # refuses the variables that a shell kept, before one of them is taken for a rank
+    else:
         check_is_main(verb)
     prepare_environment(recipe)
     if verb == "prepare" and (elsewhere := other_interpreter(recipe)):

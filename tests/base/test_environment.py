@@ -35,6 +35,8 @@ def test_a_rank_that_its_job_has_not_is_refused() -> None:
     for variables in ({"RANK": "1"}, {"RANK": "8", "WORLD_SIZE": "8"}, {"RANK": "-1"}):
         with pytest.raises(WrongInput, match=r"is no rank of WORLD_SIZE=.*; start.*unset RANK"):
             ranks(variables)
+    with pytest.raises(WrongInput, match=r"^LOCAL_RANK=0 is set and RANK is not.*; start.*unset"):
+        ranks({"LOCAL_RANK": "0"})
 
 
 @pytest.mark.parametrize(

@@ -142,6 +142,17 @@ def test_the_work_of_one_process_is_not_done_as_another_rank(
     assert not small_recipe(tmp_path).folder.root.exists()
 
 
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_local_rank_that_a_shell_kept_is_no_rank(
+    processes: int, tmp_path: Path, seen: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One process would do the work of `launch.processes`."""
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    with pytest.raises(WrongInput, match=r"^LOCAL_RANK=0 is set and RANK is not.*, or unset"):
+        verbs.do_step("train", written(tmp_path, launch__processes=processes), again=True)
+    assert seen == {}
+
+
 def test_ranks_of_a_cluster_that_sets_no_local_rank_share_a_training(
     tmp_path: Path, seen: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

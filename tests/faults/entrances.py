@@ -1121,9 +1121,17 @@ FAULTS = [
         "tests/adopt/test_tuner_losses.py",
     ),
     Fault(
+        "a-kept-local-rank-is-a-rank",
+        "ingot/base/environment.py",
+        'if "LOCAL_RANK" in environ and "RANK" not in environ:',
+        "if False:",
+        "with a LOCAL_RANK that a shell kept one process does the training of all of them",
+        "tests/cli/test_verbs.py",
+    ),
+    Fault(
         "one-process-as-another-rank",
         "ingot/cli/verbs.py",
-        "    if not step.distributed:\n        check_is_main(verb)\n",
+        "    else:\n        check_is_main(verb)\n",
         "",
         "with a RANK that a shell kept a step works in silence and leaves no record",
         "tests/cli/test_verbs.py",
