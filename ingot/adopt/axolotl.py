@@ -23,9 +23,12 @@ from ingot.adopt.tuning import (
     NOT_NEEDED,
     TunerKeys,
     build_adapter,
+    build_early_stop,
+    build_quantized,
     build_run,
     build_template,
     build_training,
+    build_weights,
     flag,
     listed,
     named,
@@ -44,8 +47,28 @@ KEYS = TunerKeys(
     warmup=0.03,
 )
 WAYS = ("dpo", "ipo", "simpo", "orpo", "kto", "grpo")
+TRACKED = {
+    "mlflow": {
+        "mlflow_tracking_uri": "uri",
+        "mlflow_experiment_name": "experiment",
+        "mlflow_run_name": "name",
+    },
+    "trackio": {
+        "trackio_project_name": "project",
+        "trackio_run_name": "name",
+        "trackio_space_id": "space",
+    },
+}
+"""Trackers beside W&B: its keys -> those of ingot's section."""
 BETAS = ("trl.beta", "rl_beta", "dpo_beta", "orpo_alpha")
 """Names of the strength of every `rl`, whatever it is; the first that is given counts."""
+WEIGHTS = {
+    "dpo_label_smoothing": ("label_smoothing", ("dpo",)),
+    "rpo_alpha": ("sft_weight", ("dpo",)),
+    "kto_desirable_weight": ("desirable_weight", ("kto",)),
+    "kto_undesirable_weight": ("undesirable_weight", ("kto",)),
+}
+DOUBLE = "bnb_config_kwargs.bnb_4bit_use_double_quant"
 TOO_LONG = {"drop": "drop", "truncate": "right", "raise": "drop"}
 """What axolotl does with rows that are longer than sequence_len -> data.truncate."""
 
@@ -76,8 +99,11 @@ ROWS = rows(
     KeyRow("lora_target_linear", read=truth),
     KeyRow("load_in_4bit", read=truth),
     KeyRow("load_in_8bit", read=truth),
+    KeyRow(DOUBLE, read=truth, default="true"),
     KeyRow("rl"),
     *(KeyRow(key, read=number) for key in BETAS if key != "trl.beta"),
+    *(KeyRow(key, read=number) for key in WEIGHTS),
+    KeyRow("dpo_norm_loss", read=truth),
     KeyRow("simpo_gamma", read=number, default="0.5"),
     KeyRow("cpo_alpha", read=number, default="1.0"),
     *grpo_rows("trl."),
@@ -90,13 +116,19 @@ ROWS = rows(
     KeyRow("gradient_checkpointing", read=flag),
     KeyRow("torch_compile", "train.compile", truth),
     KeyRow("tensor_parallel_size", "parallel.tensor", whole),
-    KeyRow("context_parallel_size", "parallel.context", whole),
+    KeyRow("context_parallel_size", "parallel.context", whole, also=("sequence_parallel_degree",)),
+    KeyRow("expert_parallel_size", "parallel.expert", whole),
+    KeyRow("dp_shard_size", "parallel.shard", whole),
+    KeyRow("dp_replicate_size", "parallel.replicate", whole),
     KeyRow("evals_per_epoch", read=whole),
     KeyRow("saves_per_epoch", read=whole),
     KeyRow("early_stopping_patience", read=whole),
     KeyRow("wandb_project"),
     KeyRow("wandb_entity"),
     KeyRow("wandb_name", also=("wandb_run_id",)),
+    KeyRow("use_tensorboard", "track.tensorboard", truth),
+    *(KeyRow(key) for keys in TRACKED.values() for key in keys),
+    *(KeyRow(f"use_{tracker}", read=truth) for tracker in TRACKED),
     lost={
         "train_on_inputs": "only what the assistant says is trained",
         "special_tokens.*": "the tokenizer's own special tokens are kept",
@@ -105,6 +137,7 @@ ROWS = rows(
         "group_by_length": f"{NOT_NEEDED}packing leaves little padding",
         "plugins": "plugins of axolotl are not run",
         "lora_model_dir": "model.lora.adapter goes on from an adapter",
+        "activation_offloading": "memory.offload.activations, in the place of memory.recompute",
         **dict.fromkeys(
             ("model_type", "tokenizer_type", "flash_attention", "sdp_attention"),
             f"{NOT_NEEDED}chosen by itself",
@@ -116,6 +149,7 @@ ROWS = rows(
         **dict.fromkeys(
             (
                 "dataset_prepared_path",
+                "use_wandb",
                 "wandb_watch",
                 "wandb_log_model",
                 "debug",
@@ -140,7 +174,7 @@ def _build(sheet: GivenKeys, draft: Draft) -> None:
         draft.note("changed", "adapter", f"{way} is not offered; all weights are trained")
     for key, kind in (("load_in_8bit", "int8"), ("load_in_4bit", "nf4")):
         if sheet.get(key):
-            draft.put("model.quantize.kind", kind, key)
+            build_quantized(sheet, draft, kind, key, DOUBLE)
     if sheet.get("gradient_checkpointing"):
         draft.put("memory.recompute.kind", "full", "gradient_checkpointing")
         if str(way := sheet.given["gradient_checkpointing"].value).startswith("offload"):
@@ -154,10 +188,14 @@ def _build(sheet: GivenKeys, draft: Draft) -> None:
             draft.put(knob, "epoch", key)
         elif times:
             draft.note("fill", key, f"{times} an epoch; set {knob} to that many steps")
-    _early_stop(sheet, draft)
+    build_early_stop(sheet, draft, "early_stopping_patience")
     track = {name: sheet.get(f"wandb_{name}") for name in ("project", "entity", "name")}
     if track["project"]:
         draft.put("track.wandb", named(track), "wandb_project")
+    for tracker, keys in TRACKED.items():
+        if sheet.get(f"use_{tracker}") or sheet.has(*keys):
+            settings = named({knob: sheet.get(key) for key, knob in keys.items()})
+            draft.put(f"track.{tracker}", settings, f"use_{tracker}")
 
 
 def _adapter(sheet: GivenKeys, draft: Draft) -> None:
@@ -176,17 +214,6 @@ def _adapter(sheet: GivenKeys, draft: Draft) -> None:
     elif not sheet.has("lora_target_modules"):
         about = "is not given, nor lora_target_linear; every linear layer gets an adapter"
         draft.note("fill", "lora_target_modules", about)
-
-
-def _early_stop(sheet: GivenKeys, draft: Draft) -> None:
-    """A recipe stops early only where it says in steps or epochs when to evaluate."""
-    key, knob = "early_stopping_patience", "train.early_stop.patience"
-    if not (patience := sheet.get(key)):
-        return
-    if "evaluate_every" in draft.values.tree["train"]:
-        draft.put_from(sheet, key, knob)
-    else:
-        draft.note("fill", key, f"set {knob}={patience} together with train.evaluate_every")
 
 
 def _long_rows(sheet: GivenKeys, draft: Draft) -> None:
@@ -227,6 +254,9 @@ def _data(sheet: GivenKeys, draft: Draft) -> int:
     if kind == "simpo":
         draft.put_from(sheet, "simpo_gamma", "objective.margin")
         draft.put_from(sheet, "cpo_alpha", "objective.sft_weight")
+    build_weights(sheet, draft, kind, WEIGHTS)
+    if kind == "dpo" and sheet.has("dpo_norm_loss"):
+        draft.put_from(sheet, "dpo_norm_loss", "objective.normalize_length")
     train, held_out = (
         Sources(
             [each for item in given for each in sources_of(item, kind, draft)],

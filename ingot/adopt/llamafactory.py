@@ -17,10 +17,13 @@ from ingot.adopt.tuning import (
     NOT_NEEDED,
     TunerKeys,
     build_adapter,
+    build_early_stop,
+    build_quantized,
     build_run,
     build_template,
     build_tracking,
     build_training,
+    build_weights,
     named,
     rows,
     source,
@@ -32,6 +35,12 @@ from ingot.base.exact_json import as_object
 KEYS = TunerKeys(rank="lora_rank", targets="lora_target")
 STAGES = {"pt": "pretrain", "sft": "sft", "dpo": "dpo", "kto": "kto", "rm": "reward"}
 PREFERENCES = {"sigmoid": "dpo", "ipo": "ipo", "orpo": "orpo", "simpo": "simpo"}
+WEIGHTS = {
+    "dpo_label_smoothing": ("label_smoothing", ("dpo",)),
+    "kto_chosen_weight": ("desirable_weight", ("kto",)),
+    "kto_rejected_weight": ("undesirable_weight", ("kto",)),
+}
+REFERRING = ("dpo", "ipo", "kto")
 COLUMNS = {
     "prompt": "instruction",
     "query": "input",
@@ -73,6 +82,7 @@ ROWS = rows(
     KeyRow("lora_rank", read=whole),
     KeyRow("lora_target", read=texts),
     KeyRow("quantization_bit", read=whole),
+    KeyRow("double_quantization", read=truth, default="true"),
     KeyRow("dataset", read=texts),
     KeyRow("eval_dataset", read=texts),
     KeyRow("dataset_dir", default="data"),
@@ -86,7 +96,10 @@ ROWS = rows(
     KeyRow("pref_loss", default="sigmoid"),
     KeyRow("pref_beta", read=number, default="0.1"),
     KeyRow("pref_ftx", read=number, default="0"),
+    *(KeyRow(key, read=number) for key in WEIGHTS),
+    KeyRow("ref_model", read=source),
     KeyRow("simpo_gamma", read=number, default="0.5"),
+    KeyRow("early_stopping_steps", read=whole),
     KeyRow("report_to", read=texts),
     KeyRow("run_name"),
     lost={
@@ -95,6 +108,7 @@ ROWS = rows(
         "mask_history": "every answer of a chat is trained, not the last alone",
         "freeze_trainable_layers": "all weights are trained, or an adapter",
         "adapter_name_or_path": "model.lora.adapter goes on from an adapter",
+        "moe_aux_loss_coef": "train.experts.aux_loss is over sequences, that there over batches",
         "streaming": f"{NOT_NEEDED}rows are read from disk as they are needed",
         "predict_with_generate": "`ingot evaluate` and evaluate.prompts generate",
         "do_eval": "train.evaluate_every says when",
@@ -135,11 +149,13 @@ def _build(sheet: GivenKeys, draft: Draft) -> None:
         draft.note("changed", "finetuning_type", f"{way} is not offered; all weights are trained")
     if bits := sheet.get("quantization_bit"):
         kinds = {4: "nf4", 8: "int8"}
-        draft.put("model.quantize.kind", kinds.get(bits, "nf4"), "quantization_bit")
+        given = ("quantization_bit", "double_quantization")
+        build_quantized(sheet, draft, kinds.get(bits, "nf4"), *given)
         if bits not in kinds:
             draft.note("changed", "quantization_bit", f"{bits} are not offered; 4 stand for them")
     if not sheet.get("disable_gradient_checkpointing"):
         draft.put("memory.recompute.kind", "full", "gradient checkpointing, its default there")
+    build_early_stop(sheet, draft, "early_stopping_steps")
     build_tracking(sheet, draft, "llamafactory")
 
 
@@ -170,6 +186,7 @@ def _objective(sheet: GivenKeys, draft: Draft) -> str:
         draft.put_from(sheet, "pref_beta", "objective.beta")
     if kind == "simpo":
         draft.put_from(sheet, "simpo_gamma", "objective.margin")
+    build_weights(sheet, draft, kind, WEIGHTS | {"ref_model": ("reference", REFERRING)})
     if sheet.get("pref_ftx") > 0 and kind in ("dpo", "simpo"):
         draft.put_from(sheet, "pref_ftx", "objective.sft_weight")
     elif sheet.get("pref_ftx") > 0 and kind in ("ipo", "orpo", "kto"):

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from ingot.adopt.grpo import begin_grpo, grpo_rows
+from ingot.adopt.read import Given
 from ingot.adopt.splits import Sources, put_sources
 from ingot.adopt.table import (
     Draft,
@@ -13,6 +14,7 @@ from ingot.adopt.table import (
     KeyRow,
     Project,
     number,
+    text,
     texts,
     truth,
     whole,
@@ -23,9 +25,11 @@ from ingot.adopt.tuning import (
     PUSHED,
     TunerKeys,
     build_adapter,
+    build_quantized,
     build_run,
     build_tracking,
     build_training,
+    build_weights,
     named,
     rows,
     source,
@@ -55,6 +59,21 @@ RLOO = {"num_generations": "2", "beta": "0.05"}
 """What TRL's RLOO has unless given, where its GRPO has something else."""
 OF_GRPO_ALONE = ("loss_type", "scale_rewards")
 OF_PPO = ("num_ppo_epochs", "vf_coef", "cliprange_value", "value_model_path")
+WEIGHTS = {
+    "label_smoothing": ("label_smoothing", ("dpo",)),
+    "rpo_alpha": ("sft_weight", ("dpo",)),
+}
+CUT = {"keep_start": "right", "keep_end": "left"}
+"""What TRL keeps of a row that is too long -> data.truncate."""
+
+
+def kept_end(given: Given) -> str:
+    """One of the names that TRL has for it."""
+    if (name := text(given)) not in CUT:
+        raise ValueError(f"one of {', '.join(CUT)}")
+    return CUT[name]
+
+
 ROWS = rows(
     KeyRow("model_name_or_path", "model.source", source),
     KeyRow("model_revision", "model.revision"),
@@ -75,6 +94,7 @@ ROWS = rows(
     KeyRow("disable_dropout", read=truth, default="true"),
     KeyRow("load_in_4bit", read=truth),
     KeyRow("load_in_8bit", read=truth),
+    KeyRow("use_bnb_nested_quant", read=truth, default="false"),
     *trainer_rows(optimizer="adamw_torch_fused"),
     KeyRow("gradient_checkpointing", read=truth, default="true"),
     KeyRow("torch_compile", "train.compile", truth),
@@ -82,11 +102,15 @@ ROWS = rows(
     KeyRow("run_name"),
     KeyRow("desirable_weight", read=number),
     KeyRow("undesirable_weight", read=number),
+    *(KeyRow(key, read=number) for key in WEIGHTS),
+    KeyRow("truncation_mode", read=kept_end),
     KeyRow("center_rewards_coefficient", read=number),
     *(KeyRow(key) for key in (*OF_PPO, *OF_RLOO)),
     *grpo_rows("", most="512"),
     lost={
         "system_prompt": "no system prompt is added to rows that have none",
+        "activation_offloading": "memory.offload.activations, in the place of memory.recompute",
+        "router_aux_loss_coef": "train.experts.aux_loss is over sequences, that there over batches",
         "chat_template_path": "tokenizer.template names a template or a file",
         "lora_modules_to_save": "an adapter trains linear layers alone",
         "push_to_hub": PUSHED,
@@ -137,7 +161,7 @@ def _build(sheet: GivenKeys, draft: Draft) -> None:
             )
     for key, quantized in (("load_in_8bit", "int8"), ("load_in_4bit", "nf4")):
         if sheet.get(key):
-            draft.put("model.quantize.kind", quantized, key)
+            build_quantized(sheet, draft, quantized, key, "use_bnb_nested_quant")
     if sheet.get("gradient_checkpointing"):
         draft.put("memory.recompute.kind", "full", "gradient_checkpointing, its default there")
     build_tracking(sheet, draft, "trl")
@@ -160,7 +184,7 @@ def _objective(sheet: GivenKeys, draft: Draft) -> tuple[str, int]:
         kind = "kto"
     elif sheet.has("center_rewards_coefficient"):
         kind = "reward"
-    elif sheet.has("beta") or loss not in (None, *TEXTS):
+    elif sheet.has("beta", *WEIGHTS) or loss not in (None, *TEXTS):
         kind = PREFERENCES.get(loss, "dpo")
         if loss is not None and loss not in PREFERENCES:
             draft.note("changed", "loss_type", f"{loss} is not offered; dpo stands for it")
@@ -185,6 +209,7 @@ def _objective(sheet: GivenKeys, draft: Draft) -> tuple[str, int]:
         draft.note("changed", "loss_type", "dft is not offered; cross-entropy stands for it")
     if kind in ("dpo", "ipo", "kto") and sheet.has("beta"):
         draft.put_from(sheet, "beta", "objective.beta")
+    build_weights(sheet, draft, kind, WEIGHTS)
     if kind == "reward":
         draft.put_from(sheet, "center_rewards_coefficient", "objective.center")
     for key in ("desirable_weight", "undesirable_weight"):
@@ -255,6 +280,8 @@ def _data(sheet: GivenKeys, draft: Draft, kind: str) -> None:
         )
     else:
         draft.put_from(sheet, "max_length", "data.seq_len")
+        if sheet.has("truncation_mode"):
+            draft.put_from(sheet, "truncation_mode", "data.truncate")
         for key in filter(sheet.has, ("max_prompt_length", "max_completion_length")):
             draft.note(
                 "lost",

@@ -5,7 +5,7 @@ defaults, and adapters.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ LOST = {
     "trust_remote_code": "code of a model's repository is never run",
     "hub_model_id": PUSHED,
     "resume_from_checkpoint": f"{NOT_NEEDED}the same command goes on; --fresh begins anew",
+    "load_best_model_at_end": "checkpoint.best=loss exports the best weights",
 }
 """What no tuner's recipe takes along of the Trainer's keys."""
 SHARDED = "parallel.shard=auto shares weights, gradients and optimizer over all devices (FSDP2)"
@@ -161,10 +162,42 @@ def build_run(sheet: GivenKeys, draft: Draft) -> None:
 
 
 def build_tracking(sheet: GivenKeys, draft: Draft, project: str) -> None:
-    """W&B, where the Trainer reports to it; in its own `project`."""
-    if "wandb" in (sheet.get("report_to") or ()):
-        about = named({"project": project, "name": sheet.get("run_name")})
-        draft.put("track.wandb", about, sheet.name("report_to"))
+    """The trackers that the Trainer reports to; W&B and Trackio in the trainer's own `project`."""
+    for tracker in ("wandb", "mlflow", "trackio"):
+        if tracker in (sheet.get("report_to") or ()):
+            own = {} if tracker == "mlflow" else {"project": project}
+            about = named({**own, "name": sheet.get("run_name")})
+            draft.put(f"track.{tracker}", about, sheet.name("report_to"))
+
+
+def build_weights(
+    sheet: GivenKeys, draft: Draft, kind: str, read: Mapping[str, tuple[str, Sequence[str]]]
+) -> None:
+    """Keys that a loss alone reads -> its knob, and the kinds of objective that have it."""
+    for key, (knob, kinds) in read.items():
+        if sheet.has(key) and kind in kinds:
+            draft.put_from(sheet, key, f"objective.{knob}")
+        elif sheet.get(key):
+            draft.note("lost", key, f"{kind} has no objective.{knob}")
+
+
+def build_quantized(sheet: GivenKeys, draft: Draft, kind: str, key: str, double: str) -> None:
+    """Frozen weights of `kind`, as `key` says; `double`: the key that says how scales are kept."""
+    draft.put("model.quantize.kind", kind, key)
+    if kind == "nf4":
+        remark = double if sheet.has(double) else f"{double}, its default there"
+        draft.put("model.quantize.double", sheet.get(double), remark, sheet.where(double))
+
+
+def build_early_stop(sheet: GivenKeys, draft: Draft, key: str) -> None:
+    """A recipe stops early only where it says in steps or epochs when to evaluate."""
+    if not (patience := sheet.get(key)):
+        return
+    knob = "train.early_stop.patience"
+    if "evaluate_every" in draft.values.tree["train"]:
+        draft.put_from(sheet, key, knob)
+    else:
+        draft.note("fill", key, f"set {knob}={patience} together with train.evaluate_every")
 
 
 def build_training(sheet: GivenKeys, draft: Draft, keys: TunerKeys, multiple: int = 1) -> None:
@@ -191,7 +224,7 @@ def build_training(sheet: GivenKeys, draft: Draft, keys: TunerKeys, multiple: in
     _schedule(sheet, draft, keys)
     _precision(sheet, draft, keys)
     given = next((key for key in ("deepspeed", "fsdp", "fsdp_config.*") if sheet.has(key)), None)
-    if given:
+    if given and "shard" not in draft.values.tree.get("parallel", {}):
         draft.put("parallel.shard", "auto", given.removesuffix(".*"))
         draft.note("changed", given.removesuffix(".*"), SHARDED)
     for steps_key, way, knob in (

@@ -128,3 +128,40 @@ def test_answers_of_rewards_whose_length_is_not_given_are_told(tmp_path: Path) -
     says = "trl.max_completion_length: is not given"
     assert says in recipe_of(tmp_path, ash_yaml=text)[1]
     assert says not in recipe_of(tmp_path, ash_yaml=f"{text}  max_completion_length: 64\n")[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "given", "knob"),
+    [
+        ("ash_yaml", f"{ASH}rl: dpo\n", "dpo_label_smoothing: 0.1", "label_smoothing"),
+        ("ash_yaml", f"{ASH}rl: dpo\n", "rpo_alpha: 0.1", "sft_weight"),
+        ("ash_yaml", f"{ASH}rl: kto\n", "kto_desirable_weight: 0.1", "desirable_weight"),
+        ("ash_yaml", f"{ASH}rl: kto\n", "kto_undesirable_weight: 0.1", "undesirable_weight"),
+        ("elm_yaml", LLAMAFACTORY, "dpo_label_smoothing: 0.1", "label_smoothing"),
+        ("elm_yaml", LLAMAFACTORY, "kto_chosen_weight: 0.1", "desirable_weight"),
+        ("elm_yaml", LLAMAFACTORY, "kto_rejected_weight: 0.1", "undesirable_weight"),
+        ("fir_yaml", FIR, "label_smoothing: 0.1", "label_smoothing"),
+        ("fir_yaml", f"{FIR}beta: 0.2\n", "rpo_alpha: 0.1", "sft_weight"),
+    ],
+)
+def test_what_a_loss_weighs_is_carried_or_told(
+    tmp_path: Path, name: str, text: str, given: str, knob: str
+) -> None:
+    if name == "elm_yaml":
+        text = re.sub("stage: dpo|pref_loss: .*|simpo_gamma: .*|pref_ftx: .*", "", text)
+        text += "stage: kto\n" if "kto" in given else "stage: dpo\n"
+    recipe, notes = recipe_of(tmp_path, **{name: f"{text}{given}\n"})
+    assert recipe.objective.model_dump()[knob] == 0.1
+    assert given.partition(":")[0] not in notes
+    if name == "ash_yaml":
+        other = re.sub("rl: .*", "rl: orpo", text)
+        assert f"orpo has no objective.{knob}" in recipe_of(tmp_path, **{name: other + given})[1]
+
+
+def test_a_reference_and_its_comparison_per_token_are_carried(tmp_path: Path) -> None:
+    text = re.sub("pref_loss: .*", "ref_model: org/elm-dpo", LLAMAFACTORY)
+    found = recipe_of(tmp_path, elm_yaml=text)[0].objective.model_dump()
+    assert (found["kind"], found["reference"]) == ("dpo", "hf:org/elm-dpo")
+    recipe, notes = recipe_of(tmp_path, ash_yaml=f"{ASH}rl: dpo\ndpo_norm_loss: true\n")
+    assert recipe.objective.model_dump()["normalize_length"] is True
+    assert "dpo_norm_loss" not in notes

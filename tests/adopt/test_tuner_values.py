@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -256,3 +257,65 @@ def test_an_optimizer_that_is_not_adamw_is_told(tmp_path: Path, optimizer: str, 
     _, notes = recipe_of(tmp_path, ash_yaml=f"{ASH}optimizer: {optimizer}\n")
     assert says in notes
     assert bool(says) == ("optimizer:" in notes)
+
+
+def test_keys_of_trackers_layouts_and_rows_have_their_knobs(tmp_path: Path) -> None:
+    given = """
+expert_parallel_size: 2
+dp_shard_size: 4
+dp_replicate_size: 2
+sequence_parallel_degree: 2
+fsdp: [full_shard]
+use_tensorboard: false
+mlflow_tracking_uri: http://mlflow:5000
+mlflow_experiment_name: ash
+use_trackio: true
+trackio_space_id: org/space
+"""
+    recipe, notes = recipe_of(tmp_path, ash_yaml=ASH + given)
+    layout, track = recipe.parallel, recipe.track
+    assert (layout.expert, layout.shard, layout.replicate, layout.context) == (2, 4, 2, 2)
+    assert track.mlflow is not None
+    assert (track.mlflow.uri, track.mlflow.experiment) == ("http://mlflow:5000", "ash")
+    assert track.trackio is not None
+    assert (track.trackio.space, track.tensorboard) == ("org/space", False)
+    assert not any(line.partition(":")[0] in notes for line in given.split("\n") if line)
+    more = "report_to: [mlflow, trackio]\nrun_name: third\ntruncation_mode: keep_end\n"
+    recipe, notes = recipe_of(tmp_path, fir_yaml=FIR + more)
+    assert recipe.track.mlflow is not None
+    assert recipe.track.trackio is not None
+    assert (recipe.track.mlflow.name, recipe.track.trackio.name) == ("third", "third")
+    assert recipe.data.truncate == "left"
+    assert "truncation_mode" not in notes
+
+
+@pytest.mark.parametrize("double", [None, True, False])
+def test_scales_of_frozen_weights_are_kept_as_there(tmp_path: Path, double: bool | None) -> None:
+    """In eight bits unless told otherwise, but for TRL, which is to be told."""
+
+    def kept(key: str, **text: str) -> bool:
+        given = "" if double is None else f"{key}: {str(double).lower()}\n"
+        ((name, lines),) = text.items()
+        quantize = recipe_of(tmp_path, **{name: lines + given})[0].model.quantize
+        assert quantize is not None
+        return quantize.double
+
+    usual = double is not False
+    nested = "bnb_config_kwargs:\n  bnb_4bit_use_double_quant"
+    four = "load_in_4bit: true\n"
+    assert kept(nested, ash_yaml=f"{ASH}{four}adapter: qlora\n") == usual
+    lines = f"{LLAMAFACTORY}quantization_bit: 4\n"
+    assert kept("double_quantization", elm_yaml=lines) == usual
+    assert kept("use_bnb_nested_quant", fir_yaml=f"{FIR}{four}use_peft: true\n") == bool(double)
+
+
+def test_patience_of_llamafactory_is_carried_where_it_says_when_to_evaluate(
+    tmp_path: Path,
+) -> None:
+    given = "early_stopping_steps: 5\n"
+    text = re.sub("eval_.*", "", LLAMAFACTORY)
+    assert "train.early_stop.patience=5" in recipe_of(tmp_path, elm_yaml=text + given)[1]
+    text += "eval_strategy: steps\neval_steps: 10\n"
+    stop = recipe_of(tmp_path, elm_yaml=text + given)[0].train.early_stop
+    assert stop is not None
+    assert stop.patience == 5

@@ -1129,6 +1129,14 @@ FAULTS = [
         "tests/cli/test_verbs.py",
     ),
     Fault(
+        "adopted-loss-not-weighed",
+        "ingot/adopt/tuning.py",
+        "        if sheet.has(key) and kind in kinds:\n",
+        "        if False:\n",
+        "an adopted training on preferences weighs its loss otherwise than the file says",
+        "tests/adopt/test_tuner_losses.py",
+    ),
+    Fault(
         "one-process-as-another-rank",
         "ingot/cli/verbs.py",
         "    else:\n        check_is_main(verb)\n",
