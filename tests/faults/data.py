@@ -1212,6 +1212,14 @@ FAULTS = [
         "tests/pipeline/test_perform.py",
     ),
     Fault(
+        "no-folders-by-a-glob-of-the-web",
+        "ingot/base/remote/web.py",
+        '    pattern = pattern.rstrip("/")\n',
+        "",
+        "a glob of folders at a web address, which ends in /, finds none of their documents",
+        "tests/base/remote/test_web.py",
+    ),
+    Fault(
         "another-key-not-told",
         "ingot/base/masking.py",
         '{fingerprint(secret)[:4]})"',

@@ -136,8 +136,9 @@ def files_at(filesystem: Any, name: str) -> list[str]:
 
 
 def named_like(filesystem: Any, pattern: str) -> dict[str, bool]:
-    """The files and folders that a glob names; of each, whether it is a folder. Of a web server it
-    matches what the client's own glob does, which leaves out a folder that does not answer.
+    """The files and folders that a glob names, folders alone where it ends in `/`; of each, whether
+    it is a folder. Of a web server it matches what the client's own glob does, which leaves out a
+    folder that does not answer.
 
     Raises:
         Failed: as `patiently`.
@@ -150,13 +151,16 @@ def named_like(filesystem: Any, pattern: str) -> dict[str, bool]:
     magic = re.search(r"[*[]", pattern)  # a `?` begins the query
     if magic is None:
         return {}
+    # Of `**/` all that is in the folders below counts, as it does of `**`.
+    of_folders = _is_folder(pattern) and not pattern.endswith("**/")
+    pattern = pattern.rstrip("/")
     start = pattern.rindex("/", 0, magic.start()) + 1
     depth = math.inf if "**" in pattern else pattern.count("/", start) + 1
     like = re.compile(glob_translate(_without_scheme(pattern)))
     return {
         name: _is_folder(name)
         for name in _linked(filesystem, pattern[:start], depth)
-        if like.match(_without_scheme(name).rstrip("/"))
+        if like.match(_without_scheme(name).rstrip("/")) and (_is_folder(name) or not of_folders)
     }
 
 

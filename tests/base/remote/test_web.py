@@ -108,6 +108,9 @@ def web(monkeypatch: pytest.MonkeyPatch) -> Iterator[Web]:
         ("d/*/*.txt", ["c/e.txt"]),
         ("d/**/*.txt", ["a.txt", "b.txt", "c/e.txt"]),
         ("d/[bc]*", ["b.txt", "c/e.txt"]),
+        ("d/*/", ["c/e.txt"]),
+        ("d/[c]/", ["c/e.txt"]),
+        ("d/**/", ["a.txt", "b.txt", "c/e.txt"]),
         ("d/none.txt", []),
     ],
 )
