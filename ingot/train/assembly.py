@@ -173,6 +173,8 @@ def make_hooks(
     )
     log = _log_hook(setup, source, sinks, progress, account, commit.get("skipped", 0.0), mesh)
     evaluation = _evaluation_hook(process, setup, state, sinks, account, start)
+    if isinstance(source, Rollout):
+        evaluation.waits = source.lacks_reward
     samples = SampleHook(
         lambda: sample_texts(setup, state, mesh),
         knobs.sample_every if recipe.evaluate.prompts else None,

@@ -232,7 +232,7 @@ class EvaluateHook:
     for that of the step `last`: what is found best is saved, and training may have to roll back to
     the state before the skipped steps.
 
-    `measure` returns None if it was interrupted.
+    `measure` returns None if it was interrupted. While `waits` is true, training does not end.
     """
 
     measure: Callable[[], Mapping[str, Measured] | None]
@@ -243,6 +243,7 @@ class EvaluateHook:
     sinks: Sequence[MetricSink]
     account: TimeAccount
     last: int
+    waits: Callable[[], bool] = lambda: False
 
     def __post_init__(self) -> None:
         self.owes, self._due = False, False
@@ -306,7 +307,8 @@ class EvaluateHook:
 
     @property
     def is_over(self) -> bool:
-        return self.stopping is not None and self.stopping.worse_in_row >= self.patience
+        stops = self.stopping is not None and self.stopping.worse_in_row >= self.patience
+        return stops and not self.waits()
 
     @property
     def best_step(self) -> int | None:
@@ -316,9 +318,7 @@ class EvaluateHook:
         return None if self.best is None else self.best.best_step
 
     def state(self) -> dict[str, Any]:
-        """The state that a resumed run needs to stop at the same step and keep the same
-        checkpoint.
-        """
+        """What a resumed run needs to stop at the same step and keep the same checkpoint."""
         trackers = {
             name: tracker.state()
             for name, tracker in (("early_stop", self.stopping), ("best", self.best))

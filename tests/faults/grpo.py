@@ -382,6 +382,14 @@ FAULTS = [
         by="tests/data/batches/test_prompts.py",
     ),
     Fault(
+        "stopped-early-without-a-reward",
+        "ingot/train/assembly.py",
+        "        evaluation.waits = source.lacks_reward\n",
+        "        pass\n",
+        "early stopping ends a training before a judge that is not there was asked often enough",
+        "tests/train/rollout/test_absent.py",
+    ),
+    Fault(
         "moved-by-one-more",
         "ingot/objectives/grpo.py",
         "ratio - 1 - change",

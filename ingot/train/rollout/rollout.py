@@ -80,6 +80,7 @@ class Rollout:
             name: counts[mesh.rank] if len(counts) == mesh.world else max(counts)
             for name, counts in saved.get("unjudged", {}).items()
         }
+        self._lacks_reward = not self._judged.issuperset(saved.get("unjudged", {}))
         self._checksums = ChecksumThread(rows, mesh.rank, mesh.world)
         self._ahead = None
         if settings.staleness:
@@ -131,6 +132,10 @@ class Rollout:
             self.metrics["rollout/seconds"] = time.monotonic() - began
         return self._batches
 
+    def lacks_reward(self) -> bool:
+        """Whether a reward has been absent all along; the same on all ranks."""
+        return self._lacks_reward
+
     def state(self, step: int) -> dict[str, Any]:
         """What a checkpoint after `step` steps needs of the rollout that it lies inside of, or that
         the next step would begin with where a signal came in between, and of those that are sampled
@@ -176,14 +181,15 @@ class Rollout:
         return None if answers is None else (answers, number)
 
     def _check_judged(self, number: int, answers: RolloutAnswers) -> None:
-        """Raises RewardAbsent on all ranks if this is the last rollout, and a reward was absent all
-        along: a training may have fewer prompts than it takes to tell. Collective.
+        """Note whether a reward was absent all along; raises RewardAbsent on all ranks if this is
+        the last rollout: a training may have fewer prompts than it takes to tell. Collective.
         """
         each = zip(self._sampler.names, answers.each.T, strict=True)
         self._judged |= {name for name, one in each if not np.isnan(one).all()}
+        counts = self._sampler.unjudged
+        never = [name for name in counts if counts[name] and name not in self._judged]
+        self._lacks_reward = any(self.mesh.agree(float(bool(never))))
         if number == self._last - 1:
-            counts = self._sampler.unjudged
-            never = [name for name in counts if counts[name] and name not in self._judged]
             absent = RewardAbsent(
                 f"reward {', '.join(never)} judged no answer of the whole training; see to it, and"
                 " run the same command again: it goes on from the newest checkpoint"

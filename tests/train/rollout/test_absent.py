@@ -64,6 +64,29 @@ def test_a_reward_that_judged_nothing_ends_a_training_of_few_prompts(
     assert recipe.folder.model.exists()
 
 
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_early_stopping_waits_for_a_reward_that_judged_nothing(
+    staleness: int, ready: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would end the training at its second step, with answers to two prompts."""
+    knobs = {"train__steps": 6, "train__global_batch": 4, "train__evaluate_every": 1}
+    stop = {"metric": "loss", "patience": 1, "min_delta": 1e9}
+    recipe = apart(ready, tmp_path, {"staleness": staleness}, train__early_stop=stop, **knobs)
+    with monkeypatch.context() as patch:
+        patch.setattr(Odd, "unjudged", EVERY)
+        for _ in range(2):
+            with pytest.raises(RewardAbsent, match="other judged no answer of the whole") as absent:
+                train(recipe)
+            assert absent.value.step == 5
+        (saved,) = committed(recipe.folder.checkpoints)
+        assert (saved.step, saved.commit["finished"]) == (5, False)
+    train(recipe)
+    assert recipe.folder.model.exists()
+    early = apart(ready, tmp_path / "early", train__early_stop=stop, **knobs)
+    train(early)
+    assert committed(early.folder.checkpoints)[0].step == 2
+
+
 def test_the_last_prompts_of_a_training_may_be_to_blame(
     ready: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
