@@ -9,13 +9,14 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ingot.api.verb import VerbProcess, for_python
-from ingot.base.errors import WrongInput
+from ingot.base.errors import IngotError, WrongInput
+from ingot.base.progress import say
 from ingot.base.runfolder import SET_ASIDE, RunFolder
 from ingot.base.runlog import AppendedLines
 from ingot.config.load import checked, read_values, split_arguments
@@ -193,14 +194,18 @@ class Run:
         steps = {verb: RESULTS[verb].parse(value, here) for verb, value in told["steps"].items()}
         return RunResult(here / told["run"], here / told["page"], steps)
 
-    def steps(self, *, fresh: bool = False) -> Iterator[StepMetrics]:
+    def steps(self, *, fresh: bool = False) -> LoggedSteps:
         """Train, and give what is logged while training goes on. Leaving the loop stops the
-        training, which saves a checkpoint; `train` then goes on from it.
+        training, which saves a checkpoint; `train` then goes on from it. Where none could be saved,
+        `close` raises the error, and a `break` prints it.
 
         Examples:
             >>> for step in run.steps():
             ...     print(step.step, step.loss)
         """
+        return LoggedSteps(self._steps(fresh))
+
+    def _steps(self, fresh: bool) -> Generator[StepMetrics, None, None]:
         lines = _from_now_on(self.folder)
         verb = self._verb("train", ["--fresh"] * fresh)
         with verb:
@@ -240,6 +245,28 @@ class Run:
         if close := getattr(on_step, "close", None):  # no more steps come
             close()
         return started.result()
+
+
+class LoggedSteps(Iterator[StepMetrics]):
+    """What a training logs. Dropped by a `break`, it prints the error that the training ended with:
+    one that is raised there reaches nobody, and Python prints it as ignored.
+    """
+
+    def __init__(self, steps: Generator[StepMetrics, None, None]) -> None:
+        self._steps = steps
+
+    def __next__(self) -> StepMetrics:
+        return next(self._steps)
+
+    def close(self) -> None:
+        """Stop the training. Raises IngotError: it could not save a checkpoint."""
+        self._steps.close()
+
+    def __del__(self) -> None:
+        try:
+            self.close()
+        except IngotError as error:
+            say(f"error: {error}")
 
 
 def _logged(lines: _LoggedLines | None, verb: VerbProcess) -> Iterator[StepMetrics]:

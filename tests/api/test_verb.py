@@ -9,7 +9,7 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from concurrent.futures import Future
 from io import BytesIO, TextIOWrapper
 from pathlib import Path
@@ -17,6 +17,7 @@ from subprocess import Popen
 
 import pytest
 
+from ingot.api.run import LoggedSteps, StepMetrics
 from ingot.api.verb import PACKAGE, VerbProcess
 from ingot.base.errors import EXIT_STOPPED, Failed, Stopped, WrongInput
 from ingot.config.values import RecipeInputs
@@ -62,19 +63,35 @@ def test_a_verb_goes_on_when_the_thread_that_began_it_ends(
 
 
 @pytest.mark.usefixtures("held_interrupts")
-def test_who_leaves_a_loop_hears_that_no_checkpoint_was_saved() -> None:
-    def steps(told: str, code: int) -> Iterator[int]:
-        with verb(AT_SIGINT.format(told, code)):
-            yield 1
+def test_who_leaves_a_loop_hears_that_no_checkpoint_was_saved(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def steps(told: str, code: int) -> LoggedSteps:
+        def logged() -> Generator[StepMetrics, None, None]:
+            with verb(AT_SIGINT.format(told, code)):
+                yield StepMetrics(1, {})
 
+        return LoggedSteps(logged())
+
+    ignored: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", ignored.append)
     for told, code in (("error: disk full\n", 1), ("error: no such folder\n", 2)):
         left = steps(told, code)
         next(left)
         with pytest.raises((Failed, WrongInput), match=told[7:-1]):
             left.close()
+        del left
+        assert capfd.readouterr().err == ""
+        for _ in steps(told, code):
+            break
+        assert capfd.readouterr().err == told
     left = steps("stopped by SIGINT; a checkpoint is saved\n", EXIT_STOPPED)
     next(left)
     left.close()
+    for _ in steps("stopped by SIGINT; a checkpoint is saved\n", EXIT_STOPPED):
+        break
+    assert capfd.readouterr().err == ""
+    assert ignored == []
 
 
 @pytest.mark.usefixtures("held_interrupts")
