@@ -36,6 +36,8 @@ from ingot.config.values import RecipeInputs
 OPTION = re.compile(r"--(fresh|again)\b")
 """The options of verbs that are arguments of their methods."""
 PACKAGE = Path(__file__).parents[1]
+OPEN_FILES = Path("/proc/self/fd")
+"""Where Linux shows the files that a process has open, by their numbers."""
 
 
 class VerbProcess:
@@ -148,7 +150,7 @@ class VerbProcess:
         try:
             environment = _environment(self._here, looks_there="-P" not in self._command)
             with _written(self._inputs) as loaded:
-                process = self._start({**environment, LOADED_VARIABLE: loaded.name})
+                process = self._start({**environment, LOADED_VARIABLE: _path_of(loaded)})
                 self._started.set_result(process)
                 assert process.stdout is not None
                 self._out += list(process.stdout)
@@ -208,16 +210,16 @@ def in_notebook() -> bool:
 
 def _written(inputs: RecipeInputs) -> IO[str]:
     """A file that has the recipe for the process, and secrets that variables hold: it is gone once
-    it is closed.
+    it is closed. Where the system shows open files it has no name: ranks of a long training are
+    started again, and read it, when what cleans /tmp would have removed it.
 
     Raises:
         Failed: it cannot be written.
     """
     try:
+        make = tempfile.TemporaryFile if OPEN_FILES.is_dir() else tempfile.NamedTemporaryFile
         with contextlib.ExitStack() as opened:
-            file = opened.enter_context(
-                tempfile.NamedTemporaryFile("w", prefix="ingot-recipe-", encoding="utf-8")
-            )
+            file = opened.enter_context(make("w", prefix="ingot-recipe-", encoding="utf-8"))
             inputs.write(file)
             opened.pop_all()  # open for whoever asked
             return file
@@ -226,6 +228,12 @@ def _written(inputs: RecipeInputs) -> IO[str]:
             f"the recipe cannot be written for its process ({error.strerror or error}); export"
             " TMPDIR=FOLDER, one with room that can be written"
         ) from error
+
+
+def _path_of(file: IO[str]) -> str:
+    """Where other processes read it."""
+    named = isinstance(file.name, str)
+    return file.name if named else f"/proc/{os.getpid()}/fd/{file.fileno()}"
 
 
 def _environment(here: Path, *, looks_there: bool) -> dict[str, str]:

@@ -207,7 +207,10 @@ def test_an_interrupt_while_a_verb_starts_leaves_none_behind(
 def test_a_verb_that_does_not_start_leaves_no_recipe_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may hold secrets, and whoever asked may end as soon as they are told."""
+    """It may hold secrets, and whoever asked may end as soon as they are told. Linux gives it no
+    name; other systems do.
+    """
+    monkeypatch.setattr("ingot.api.verb.OPEN_FILES", tmp_path / "none")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     failing, left = verb("", tmp_path / "gone"), list[Path]()
 
@@ -222,6 +225,27 @@ def test_a_verb_that_does_not_start_leaves_no_recipe_behind(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
     with pytest.raises(Failed, match="export TMPDIR=FOLDER"):
         verb("").__enter__()
+
+
+@pytest.mark.parametrize("is_shown", [True, False], ids=["Linux", "no /proc"])
+def test_what_was_loaded_is_read_after_tmp_was_cleaned(
+    is_shown: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by ranks that a long training starts again. Where no open file is shown it has a name."""
+    folder = tmp_path / "tmp"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    clean = f"import shutil; shutil.rmtree({str(folder)!r}); "
+    if not is_shown:
+        monkeypatch.setattr("ingot.api.verb.OPEN_FILES", folder / "none")
+        clean = ""
+    program = "import json; from ingot.config.values import own_inputs; "
+    program += "print(json.dumps(own_inputs(None).dotenv))"
+    knobs = {"INGOT_SEED": "3"}
+    with verb(clean + program, inputs=RecipeInputs(dotenv=knobs)) as reading:
+        pass
+    assert reading.result() == knobs
+    assert not folder.exists() or not list(folder.iterdir())
 
 
 def test_the_ingot_that_was_imported_is_the_one_that_runs(

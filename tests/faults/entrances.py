@@ -1275,10 +1275,10 @@ FAULTS = [
     Fault(
         "a-recipe-left-behind",
         "ingot/api/verb.py",
-        "                process = self._start({**environment, LOADED_VARIABLE: loaded.name})\n"
+        "                process = self._start({**environment, LOADED_VARIABLE: _path_of(loaded)})\n"
         "                self._started.set_result(process)\n",
         "                try:\n"
-        "                    process = self._start({**environment, LOADED_VARIABLE: loaded.name})\n"
+        "                    process = self._start({**environment, LOADED_VARIABLE: _path_of(loaded)})\n"
         "                except OSError as error:\n"
         "                    return self._started.set_exception(error)\n"
         "                self._started.set_result(process)\n",
