@@ -151,7 +151,16 @@ def _build(sheet: GivenKeys, draft: Draft) -> None:
         # The command's default is in force with GRPO; where it is turned off there, too, nothing
         # changes.
         usual = 0.0 if undropped and kind != "grpo" else 0.05
-        build_adapter(sheet, draft, KEYS, 16, ALPHA, usual, TARGETS, undropped)
+        build_adapter(
+            sheet,
+            draft,
+            KEYS,
+            rank=16,
+            alpha=ALPHA,
+            dropout=usual,
+            targets=TARGETS,
+            undropped=undropped,
+        )
         if not sheet.has("lora_target_modules"):
             draft.note(
                 "changed",

@@ -332,6 +332,7 @@ def build_adapter(
     sheet: GivenKeys,
     draft: Draft,
     keys: TunerKeys,
+    *,
     rank: int,
     alpha: float | None = None,
     dropout: float = 0.0,
