@@ -72,7 +72,10 @@ def test_a_job_that_is_cancelled_has_the_time_to_save(
     began = time.monotonic()
     there.cancel()
     assert (place.did, there.state()) == (did, state)
-    assert (time.monotonic() - began > 1.5) == place.deaf, "checkpoint.grace_s and a while"
+    if place.deaf:
+        assert time.monotonic() - began > 1.5, "checkpoint.grace_s and a while"
+    else:
+        assert place.asked <= 3, "nobody waits who need not"
 
 
 @pytest.mark.parametrize("fails_at", [1, 2, 3])
@@ -134,10 +137,8 @@ def test_a_job_that_is_queued_after_all_is_not_waited_for(
 ) -> None:
     place = Place("queued", deaf=True, fails_at=1)
     monkeypatch.setattr(there, "_launcher", place)
-    began = time.monotonic()
     there.cancel()
-    assert place.did == ["SIGTERM", "cancel"]
-    assert time.monotonic() - began < 1.0
+    assert (place.did, place.asked) == (["SIGTERM", "cancel"], 2)
 
 
 def test_a_job_whose_recipe_cannot_be_read_hides_no_other(tmp_path: Path) -> None:

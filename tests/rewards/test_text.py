@@ -108,10 +108,10 @@ def test_a_reference_without_a_number_fails_and_scores_nothing() -> None:
 
 
 def test_long_answers_take_linear_time() -> None:
-    began = time.monotonic()
+    began = time.process_time()
     for text in ("#" * 300_000, "$" * 300_000, "1,." * 100_000, "-" * 300_000, " \n" * 150_000):
         numeric(text, text)
         numeric(text, text, extract="flexible")
         exact(text, text, ignore_articles=True, whitespace="collapse", after="# ")
         bare(text)
-    assert time.monotonic() - began < 10
+    assert time.process_time() - began < 10

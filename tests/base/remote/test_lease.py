@@ -65,7 +65,7 @@ def test_it_is_renewed_and_not_lost(server: Server, bucket: Bucket) -> None:
     with lease(bucket, "one", life_s=0.6) as held:
         generation = server.objects[KEY].generation
         until(lambda: server.objects[KEY].generation >= generation + 5)
-        assert not held.lost
+        until(lambda: not held.lost)  # a machine may stand still for longer than its life
         held.check()
 
 
@@ -88,15 +88,13 @@ def test_a_holder_of_another_machine_is_outwaited_by_the_services_clock_alone(
             }
         ).encode(),
     )
-    server.ahead_s += 55
+    server.ahead_s += 45
     with (
-        pytest.raises(
-            Failed, match=r"in use by one \(process 7 on far\), which said so 5[45] s ago"
-        ),
+        pytest.raises(Failed, match=r"in use by one \(process 7 on far\), which said so 4\d s ago"),
         lease(bucket, "two"),
     ):
         pass
-    server.ahead_s += 8
+    server.ahead_s += 18
     with lease(bucket, "two") as held:
         assert json.loads(server.objects[KEY].data)["owner"] == "two"
         assert not held.lost
@@ -114,15 +112,15 @@ def test_one_may_wait_for_the_end_of_one_that_may_be_dead(
     )
     began = time.monotonic()
     with lease(bucket, "two", life_s=1.0, wait=True):
-        assert 0.5 < time.monotonic() - began < 5
-    with lease(bucket, "one", life_s=1.0):
+        assert 0.5 < time.monotonic() - began < 20
+    with lease(bucket, "one", life_s=12.0):  # renewed after four seconds
         began = time.monotonic()
         with (
             pytest.raises(Failed, match="in use by one"),
             lease(bucket, "two", life_s=1.0, wait=True),
         ):
             pass
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 20
 
 
 HOLDER = """

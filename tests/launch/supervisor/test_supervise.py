@@ -7,12 +7,12 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from ingot.config.recipe import Recipe
 from ingot.launch.job import Job
 from ingot.launch.places.local import JobExit
 from ingot.launch.supervisor.attempt_watch import record_if_possible
-from ingot.launch.supervisor.hang_detection import StragglerDetector
+from ingot.launch.supervisor.hang_detection import LONGEST_CHECK_S, StragglerDetector
 from ingot.launch.supervisor.supervise import committed_steps, supervise
 from tests.launch import stand_in
 from tests.launch.blocking import wait_until
@@ -59,7 +59,7 @@ def test_a_killed_rank_is_named_and_training_goes_on_from_the_checkpoint(
     (restart,) = events(recipe, "restart")
     assert restart["attempt"] == 2
     assert restart["cause"] == "rank 1 was ended by SIGKILL at step 13"
-    assert 0 <= restart["seconds"] < 1, "the first restart is at once"
+    assert 0 <= restart["seconds"] < 60
     kept = recipe.folder.checkpoints / "step-00000040-best"
     shutil.copytree(recipe.folder.checkpoints / "step-00000030", kept)
     changed(kept, "COMMIT.json", step=40)
@@ -111,7 +111,7 @@ def test_failures_with_progress_between_them_go_on_until_the_cap(
     recipe = made(*deaths, steps=50)
     assert run(recipe) == JobExit(0, 0)
     assert len(events(recipe, "restart")) == 4
-    assert all(event["seconds"] < 1 for event in events(recipe, "restart"))
+    assert not re.search(r" in \d+ s$", capfd.readouterr().err, re.MULTILINE), "each at once"
     capped = made(*deaths, steps=50, name="capped", launch__restarts=2)
     assert run(capped) == JobExit(33, 0)
     assert capfd.readouterr().err.endswith(
@@ -138,20 +138,18 @@ def test_an_earlier_trainings_checkpoint_is_no_progress_and_a_lower_one_may_be(
 def test_a_rank_that_hangs_is_named_with_its_stacks_and_started_again(
     made: Made, run: Supervised, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    recipe = made([1, 13, "hang", None], launch__hang_s=1.0)
-    began = time.monotonic()
+    recipe = made([1, 13, "hang", None], launch__hang_s=3.0)
     assert run(recipe, processes=2) == JobExit(0, 0)
-    assert time.monotonic() - began < 15
     stacks = recipe.folder.logs / "stacks-rank1.txt"
-    assert (
-        capfd.readouterr().err
-        == f"rank 1 hangs in step 14: no heartbeat for 1s, 1s are allowed; stacks: {stacks};"
-        " starting again from checkpoint 10 (restart 1 of 100)\n"
+    assert re.fullmatch(
+        rf"rank 1 hangs in step 14: no heartbeat for [34]s, 3s are allowed; stacks: {stacks};"
+        r" starting again from checkpoint 10 \(restart 1 of 100\)\n",
+        capfd.readouterr().err,
     )
     (hang,) = events(recipe, "hang")
     assert (hang["rank"], hang["ranks"], hang["count"]) == (1, [1], 1)
     assert (hang["step"], hang["stacks"]) == (13, [str(stacks)])
-    assert 1 < hang["seconds"] < 2
+    assert 3 < hang["seconds"] <= 3 + LONGEST_CHECK_S
     assert "hang_here" in stacks.read_text()
     assert "wait_for_others" in (recipe.folder.logs / "stacks-rank0.txt").read_text(), (
         "the others are asked too"
@@ -162,7 +160,7 @@ def test_a_rank_that_hangs_is_named_with_its_stacks_and_started_again(
 def test_a_rank_that_does_not_answer_is_named_all_the_same(
     made: Made, run: Supervised, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    recipe = made([0, 13, "freeze", None], launch__hang_s=1.0)
+    recipe = made([0, 13, "freeze", None], launch__hang_s=3.0)
     assert run(recipe) == JobExit(0, 0)
     assert (
         "it does not answer when asked for its stacks; starting again from checkpoint 10"
@@ -175,10 +173,12 @@ def test_a_rank_that_does_not_answer_is_named_all_the_same(
 def test_a_rank_without_any_sign_of_life_is_found_by_the_starts_bound(
     made: Made, run: Supervised, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    recipe = made([1, 0, "never", None], launch__start_s=3)
+    recipe = made([1, 0, "never", None], launch__start_s=8)
     assert run(recipe, processes=2) == JobExit(0, 0)
-    assert capfd.readouterr().err.startswith(
-        "rank 1 hangs in phase `loading`: no heartbeat for 3s, 3s are allowed; it does not answer"
+    assert re.match(
+        r"rank 1 hangs in phase `loading`: no heartbeat for [89]s, 8s are allowed; it does not"
+        " answer",
+        capfd.readouterr().err,
     )
 
 
@@ -191,10 +191,9 @@ def test_two_hangs_without_progress_fail(made: Made, run: Supervised) -> None:
 @pytest.mark.drawn("ranks that stop or hang", keep=2)
 def test_signs_of_life_of_others_are_not_ours(made: Made, run: Supervised) -> None:
     """A file from an attempt before, whose slots would look like a hang for ever."""
-    recipe = made(steps=60, launch__hang_s=1.0)
+    recipe = made(steps=60, step_s=0.1, launch__hang_s=3.0)
     heart = stand_in.HeartbeatWriter(recipe.folder.heartbeats, rank=3, local_rank=3, attempt=1)
     heart.beat("step", step=0)
-    time.sleep(1.2)
     assert run(recipe, processes=2) == JobExit(0, 0)
     assert len(starts(recipe)) == 2
 
@@ -358,8 +357,7 @@ def test_a_killed_supervisor_takes_its_ranks_along_and_the_same_command_goes_on(
                 psutil.pid_exists(rank) and psutil.Process(rank).status() != psutil.STATUS_ZOMBIE
                 for rank in ranks
             )
-        ),
-        5,
+        )
     )
     reached = max(committed_steps(recipe.folder.checkpoints))
     plan = json.loads((recipe.folder.root / "plan.json").read_text())

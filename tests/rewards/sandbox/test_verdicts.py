@@ -365,10 +365,10 @@ def test_any_answer_has_code_or_none(answer: str) -> None:
 
 
 def test_fences_without_end_take_linear_time() -> None:
-    began = time.monotonic()
+    began = time.process_time()
     for piece in ("```\n", "```py\n", "` ", " ", "\n ", "```py\na\n  ```x\n"):
         fenced_blocks(piece * 40_000, PYTHON)
-    assert time.monotonic() - began < 10
+    assert time.process_time() - began < 10
 
 
 def test_a_process_with_many_open_files_runs_tests() -> None:
