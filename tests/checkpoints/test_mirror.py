@@ -45,7 +45,6 @@ FILES = ["__0_0.distcp", "__1_0.distcp", "extra/state.json", ".metadata"]
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     monkeypatch.setattr(upload, "CHUNK_BYTES", KEPT_BYTES)
     monkeypatch.setattr(bucket, "WHOLE_BYTES", KEPT_BYTES)
-    monkeypatch.setattr(bucket, "PATIENCE_S", 1.5)
     with serving(monkeypatch) as running:
         yield running
 
@@ -53,6 +52,13 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 @pytest.fixture
 def mirror(server: Server) -> BucketMirror:
     return BucketMirror(URL)
+
+
+@pytest.fixture
+def impatient(mirror: BucketMirror) -> BucketMirror:
+    """One that soon gives up what keeps failing."""
+    mirror.bucket = mirror.bucket.patient(5.0)
+    return mirror
 
 
 def checkpoint(checkpoints: Path, step: int, seed: int = 0, **payload: object) -> Path:
@@ -150,7 +156,10 @@ def test_faults_on_the_way_back(
     assert contents(mirror.fetch(3, tmp_path / "there")) == contents(folder)
 
 
-def test_what_is_torn_is_never_whole(server: Server, mirror: BucketMirror, tmp_path: Path) -> None:
+def test_what_is_torn_is_never_whole(
+    server: Server, impatient: BucketMirror, tmp_path: Path
+) -> None:
+    mirror = impatient
     whole, torn = checkpoint(tmp_path / "here", 3), checkpoint(tmp_path / "here", 4)
     send(mirror, whole)
     server.fault("chunk")
@@ -296,8 +305,9 @@ def test_retention(
 
 
 def test_retention_takes_the_marker_first(
-    server: Server, mirror: BucketMirror, tmp_path: Path
+    server: Server, impatient: BucketMirror, tmp_path: Path
 ) -> None:
+    mirror = impatient
     old, new = checkpoint(tmp_path, 1), checkpoint(tmp_path, 2)
     send(mirror, old)
     send(mirror, new)
@@ -583,9 +593,10 @@ def test_each_rank_sends_its_own_files(
 
 @pytest.mark.drawn("what a saver mirrors")
 def test_an_upload_that_fails_is_an_error_of_the_save(
-    server: Server, mirror: BucketMirror, tmp_path: Path
+    server: Server, impatient: BucketMirror, tmp_path: Path
 ) -> None:
     """The checkpoint itself stays on disk, and goes up when somebody tries once more."""
+    mirror = impatient
     with running_mesh() as mesh:
         masters, optimizer = trained(0)
         saver = Saver(tmp_path, mesh, asynchronous=True, mirror=mirror)

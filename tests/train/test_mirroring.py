@@ -155,7 +155,7 @@ def test_two_runs_on_one_place(server: gcs.Server, root: Path, tmp_path: Path) -
 def test_a_bucket_that_stays_away_ends_training_and_it_goes_on(
     server: gcs.Server, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ingot.base.remote.bucket.PATIENCE_S", 1.0)
+    monkeypatch.setattr("ingot.base.remote.bucket.PATIENCE_S", 5.0)
     recipe = small_recipe(root, **KNOBS)
     with monkeypatch.context() as patch:
         # From the first step on.
