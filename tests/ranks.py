@@ -5,7 +5,6 @@ from __future__ import annotations
 import faulthandler
 import io
 import select
-import socket
 import time
 import traceback
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ingot.serve.http.listen import kept_port
 from tests.forks import Process, start_call
 
 DONE, FAILED = b"+", b"-"
@@ -21,9 +21,8 @@ GRACE_S = 2
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """One that no server of another test is given before the first rank listens on it."""
+    return kept_port("127.0.0.1")
 
 
 def run_ranks(

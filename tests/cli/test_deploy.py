@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
+from ingot.serve.http.listen import kept_port
 from tests.cli.commands import clean_environment, command, ingot
 from tests.registry.vertex_place import IMAGE, Place, opened
 
@@ -76,9 +76,7 @@ def _container(place: Place, name: str) -> Iterator[Any]:
         if key.startswith(prefix):
             (folder / key.removeprefix(prefix)).parent.mkdir(parents=True, exist_ok=True)
             (folder / key.removeprefix(prefix)).write_bytes(stored.data)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = kept_port("127.0.0.1")
     variables = {
         "AIP_HTTP_PORT": str(port),
         "AIP_HEALTH_ROUTE": spec.health_route,

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from ingot.serve.http.listen import kept_port
 from tests.cli.commands import clean_environment
 from tests.images.instructions import IMAGES
 from tests.serve.tiny import make_folder
@@ -108,9 +108,7 @@ def test_a_signal_reaches_the_program_and_no_shell_is_between() -> None:
 @pytest.mark.parametrize("where", ["the service's storage", "in the image"])
 def test_the_server_answers_by_the_contract(tmp_path: Path, where: str) -> None:
     folder = make_folder(tmp_path / "model")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = kept_port("127.0.0.1")
     environment = {
         "AIP_HTTP_PORT": str(port),
         "AIP_HEALTH_ROUTE": "/v1/endpoints/1/deployedModels/2",

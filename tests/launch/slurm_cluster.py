@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.launch.sshd import free_port
+from ingot.serve.http.listen import kept_port
 
 CONFIGURATION = """
 ClusterName=ingot
@@ -68,9 +68,9 @@ class Cluster:
         values = {
             "host": host,
             "folder": self.folder,
-            "port": free_port(),
-            "first": free_port(),
-            "second": free_port(),
+            "port": kept_port("127.0.0.1"),
+            "first": kept_port("127.0.0.1"),
+            "second": kept_port("127.0.0.1"),
         }
         self.conf = self.folder / "slurm.conf"
         self.conf.write_text(CONFIGURATION.format(**values))

@@ -7,12 +7,13 @@ from __future__ import annotations
 import getpass
 import os
 import shutil
-import socket
 import subprocess
 import time
 from pathlib import Path
 
 import pytest
+
+from ingot.serve.http.listen import kept_port
 
 SFTP = "internal-sftp"
 
@@ -49,7 +50,7 @@ class Sshd:
             folder / name,
             name,
             address,
-            port or free_port(),
+            port or kept_port("127.0.0.1"),
         )
         self._in = ["ip", "netns", "exec", namespace] if namespace else []
         self.folder.mkdir(parents=True)
@@ -122,9 +123,3 @@ def client_config(folder: Path, daemons: list[Sshd]) -> Path:
 
 def keygen(path: Path) -> None:
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(path)], check=True)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -26,6 +26,7 @@ from ingot.launch.places import ssh_hosts
 from ingot.launch.places.logs import HostsLog
 from ingot.launch.places.ssh import SshLauncher
 from ingot.launch.rendezvous import EXIT, Rendezvous
+from ingot.serve.http.listen import kept_port
 from tests import golden
 from tests.launch.blocking import blocking_argv, start_script, wait_until, waiting_on
 from tests.launch.nodes import (
@@ -43,7 +44,7 @@ from tests.launch.nodes import (
     weights,
     written,
 )
-from tests.launch.sshd import Sshd, client_config, free_port, keygen, need
+from tests.launch.sshd import Sshd, client_config, keygen, need
 from tests.small import small_recipe
 
 SECRET = "hush-9c1f"
@@ -539,7 +540,7 @@ def test_what_is_wrong_with_a_host_is_one_line_and_nothing_is_started(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     knobs: dict[str, Any] = {}
-    port = free_port()
+    port = kept_port("127.0.0.1")
     if fault == "down":
         hosts = _other_config(hosts, tmp_path, f"Host h3\n HostName 127.0.0.1\n Port {port}\n")
         knobs = {"launch__ssh__hosts": ["h1", "h3"]}
