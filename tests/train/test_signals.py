@@ -73,12 +73,12 @@ class Slow:
             assert time.monotonic() < deadline
             time.sleep(0.02)
 
-    def ended(self, signum: int, within_s: float = 20) -> tuple[int, str]:
-        """Exit code and messages after the signal."""
+    def ended(self, signum: int) -> tuple[int, str]:
+        """Exit code and messages after the signal; the function would take longer."""
         began = time.monotonic()
         self.process.send_signal(signum)
         _, messages = self.process.communicate(timeout=60)
-        assert time.monotonic() - began < within_s, messages
+        assert time.monotonic() - began < 45, messages
         assert "Traceback" not in messages
         return self.process.returncode, messages
 
@@ -281,7 +281,7 @@ def test_a_process_that_is_stuck_in_c_is_ended_and_says_where(root: Path) -> Non
     """It holds the interpreter's lock, so that nothing written in Python could end it."""
     recipe = small_recipe(root, checkpoint__grace_s=1)
     slow = Slow(recipe, root, "ingot.objectives.forward.forward", STUCK_IN_C)
-    code, messages = slow.ended(signal.SIGTERM, within_s=10)
+    code, messages = slow.ended(signal.SIGTERM)
     assert code == -signal.SIGKILL
     assert "did not follow the signal within 1 s (checkpoint.grace_s) and is killed" in messages
     assert "in slow" in (recipe.folder.logs / "stacks-rank0.txt").read_text()
@@ -289,10 +289,12 @@ def test_a_process_that_is_stuck_in_c_is_ended_and_says_where(root: Path) -> Non
 
 def test_a_second_signal_leaves_at_once_without_harm(root: Path) -> None:
     recipe = small_recipe(root, train__steps=100, checkpoint__every=1)
-    slow = Slow(recipe, root, "ingot.train.step.accumulate_gradients", "time.sleep(20)")
+    slow = Slow(recipe, root, "ingot.train.step.accumulate_gradients", "time.sleep(60)")
     slow.process.send_signal(signal.SIGTERM)
+    assert slow.process.stderr is not None
+    assert any("send it again to leave at once" in line for line in slow.process.stderr)
     time.sleep(2.2)
-    code, _ = slow.ended(signal.SIGTERM, within_s=5)
+    code, _ = slow.ended(signal.SIGTERM)
     assert code == 128 + signal.SIGTERM
     assert committed(recipe.folder.checkpoints) == []
 
@@ -425,7 +427,7 @@ def test_a_notice_of_the_metadata_server_counts_as_a_signal(metadata: type[Metad
 
 
 def _wait_for(is_so: Any) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not is_so():
         assert time.monotonic() < deadline
         time.sleep(0.02)

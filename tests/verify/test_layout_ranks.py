@@ -79,9 +79,9 @@ def test_a_rank_that_hangs_says_where(two: LayoutProcesses) -> None:
     two.run(who, 1)
     with pytest.raises(
         RankFailed,
-        match=r"^shard 2: rank 0 of 2 was not done in 1 s; it stood in .*one_waits_for_nobody",
+        match=r"^shard 2: rank 0 of 2 was not done in 5 s; it stood in .*one_waits_for_nobody",
     ) as caught:
-        two.run_named("shard 2", 1.0, one_waits_for_nobody)
+        two.run_named("shard 2", 5.0, one_waits_for_nobody)
     assert str(caught.value).count("\n") == 0
 
 

@@ -142,7 +142,7 @@ def test_the_first_rank_that_fails_decides_and_the_others_are_ended(
     began = time.monotonic()
     end = wait_for(attempt)
     assert end == expected if expected else end.code in (1, 2)
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - began < 45
     assert not attempt.running()
 
 
