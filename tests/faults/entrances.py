@@ -824,6 +824,14 @@ FAULTS = [
         "tests/serve/http/test_playground.py",
     ),
     Fault(
+        "answer-swept-away",
+        "ingot/serve/playground/playground.js",
+        "if (!panel.asked) showEmpty(panel);",
+        "if (!state.running) showEmpty(panel);",
+        "an answer that comes before the second look at its model is swept away by that look",
+        "tests/serve/http/test_playground.py",
+    ),
+    Fault(
         "broken-answer-whole",
         "ingot/serve/playground/playground.js",
         "if (done) throw new Error(BROKEN);",

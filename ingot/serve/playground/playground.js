@@ -87,7 +87,7 @@ export function mountPlayground(root, source) {
     const address = source.addressOf(asked);
     state.keys.set(address, key);
     const changed = shown.filter((panel) => source.addressOf(panel.model) === address);
-    for (const panel of changed) panel.turns = [];
+    for (const panel of changed) Object.assign(panel, { turns: [], asked: false });
     const found = await source.lookAgain(asked, sent(key));
     const now = (model) => (found && source.addressOf(model) === address ? found : model);
     state.models = state.models.map(now);
@@ -95,7 +95,7 @@ export function mountPlayground(root, source) {
     for (const panel of changed) {
       panel.model = now(panel.model);
       showHead(panel);
-      if (!state.running) showEmpty(panel); // else it was asked with the new key
+      if (!panel.asked) showEmpty(panel); // else an answer stands there, or comes
     }
   }
 
@@ -189,6 +189,7 @@ export function mountPlayground(root, source) {
   /** Asks for text and shows it as it comes. Returns whether any came; nothing where it was cleared away meanwhile. */
   async function answer(panel, prompt, signal) {
     const { mode } = state, { turns } = panel;
+    panel.asked = true;
     if (mode in TASKS) return look(panel, prompt, signal);
     const body = request(panel, prompt), began = performance.now();
     const asked = h("div", { class: "turn user" }, prompt), out = h("div", { class: `turn assistant waiting ${mode === "chat" ? "" : "raw"}` });

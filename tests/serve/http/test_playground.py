@@ -389,9 +389,19 @@ def test_two_models_answer_beside_each_other_in_the_ui(
         choose(tab, "max_tokens", "5")
         tab.eval("[...document.querySelectorAll('.play-bar > button')][1].click()")
         assert tab.eval(f"[...{KEYS}].map(key => key.checkVisibility())") == [False, True]
+        # The second look at the model, with the key, takes longer than the answers.
+        tab.eval(
+            "(real => { window.held = []; window.fetch = async (url, options) => {"
+            " if (held && /models.\\d+$/.test(url)) await new Promise(go => held.push(go));"
+            " return real(url, options); }; })(fetch)"
+        )
         type_key(tab, 1, "wrong")
         ask(tab, "the fox")
+        tab.wait("document.querySelectorAll('.panel-foot')[1].innerText !== ''")
         tab.wait(f"{STOP} === 'Send' && document.querySelectorAll('.panel-card').length === 2")
+        tab.eval("window.before = document.querySelectorAll('.panel-head select')[1]")
+        tab.eval("held.forEach(go => go()), window.held = null")
+        tab.wait("!before.isConnected")
         one, other = (
             tab.eval(f"document.querySelectorAll('.panel-foot')[{number}].innerText")
             for number in (0, 1)
