@@ -5,17 +5,22 @@ dies is told by name and place.
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from ingot.verify.layout import ranks
 from ingot.verify.layout.ranks import LayoutProcesses, RankFailed
+
+REAL_SERVE = ranks._serve
 
 
 @pytest.fixture(scope="module")
@@ -29,6 +34,13 @@ def who(offset: int) -> tuple[int, int, int]:
     total = torch.tensor(float(dist.get_rank() + offset))
     dist.all_reduce(total)
     return dist.get_rank(), int(total), os.getpid()
+
+
+def serve_where_nobody_else_is(rank: int, world: int, port: int, *more: Any) -> None:
+    """A rank of which it is known that a server which takes any port was not given its own."""
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(("127.0.0.1", port))
+    REAL_SERVE(rank, world, port, *more)
 
 
 def one_raises() -> None:
@@ -57,6 +69,17 @@ def test_the_same_processes_do_one_call_after_the_other(two: LayoutProcesses) ->
     assert [(rank, total) for rank, total, _ in first] == [(0, 3), (1, 3)]
     assert [(rank, total) for rank, total, _ in second] == [(0, 21), (1, 21)]
     assert [process for *_, process in first] == [process for *_, process in second]
+
+
+def test_the_port_of_the_ranks_is_given_to_nobody_before_they_listen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ranks, "_serve", serve_where_nobody_else_is)
+    one = LayoutProcesses(1)
+    try:
+        assert one.run(os.getpid) != [os.getpid()]
+    finally:
+        one.close()
 
 
 @pytest.mark.drawn("ranks of verify layout")

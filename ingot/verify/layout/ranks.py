@@ -13,7 +13,6 @@ import multiprocessing
 import os
 import pickle
 import signal
-import socket
 import tempfile
 import time
 import traceback
@@ -31,6 +30,7 @@ import torch.distributed as dist
 from ingot.base.errors import Failed
 from ingot.base.forkserver import start_fork_server
 from ingot.base.processes import without_main_module
+from ingot.serve.http.listen import LOOPBACK, kept_port
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -133,7 +133,7 @@ class LayoutProcesses:
 
     def _start(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="ingot-ranks-")
-        context, port = multiprocessing.get_context("forkserver"), _free_port()
+        context, port = multiprocessing.get_context("forkserver"), kept_port(LOOPBACK)
         start_fork_server(*self._preload)
         with without_main_module():
             for rank in range(self.world):
@@ -184,12 +184,6 @@ def _failure_line(trace: str, timeout_s: float) -> str:
         line.strip() for line in trace.rpartition("Thread ")[2].splitlines()[1 : 1 + MAX_FRAMES]
     ]
     return f"was not done in {timeout_s:g} s; it stood in {' < '.join(frames)}"
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _serve(rank: int, world: int, port: int, pipe: Connection, stack: str) -> None:
