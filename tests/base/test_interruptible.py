@@ -100,7 +100,7 @@ def a_start() -> Iterator[None]:
 
 def imported_until_a_signal(name: str) -> None:
     importlib.import_module(name)
-    threading.Event().wait(10.0)
+    threading.Event().wait(60.0)
 
 
 Listening = Callable[[], AbstractContextManager[None]]

@@ -107,7 +107,7 @@ def test_what_a_killed_command_started_dies_with_it(tmp_path: Path) -> None:
     child = psutil.Process(int(pid.read_text()))
     assert child.ppid() == process.pid
     process.kill()
-    wait_until(lambda: not child.is_running(), 10)
+    wait_until(lambda: not child.is_running())
 
 
 def _by_multiprocessing(deeper: bool) -> bytes:

@@ -57,7 +57,7 @@ def test_the_page_of_a_training_goes_on_with_it(
     with page_kept(run, "train"):
         append_line(run.metrics, {"step": 200, "t_wall": begun + 1, "train/loss": 1.0})
         append_line(run.metrics, {"step": 300, "t_wall": begun + 11, "train/loss": 1.0})
-        path, limit = run.reports / "index.html", time.monotonic() + 20
+        path, limit = run.reports / "index.html", time.monotonic() + 60
         while not (path.exists() and "step 300</b>" in path.read_text(encoding="utf-8")):
             assert time.monotonic() < limit
             time.sleep(0.02)

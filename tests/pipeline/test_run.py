@@ -196,7 +196,7 @@ def test_killed_in_training_it_goes_on_and_ends_with_the_same_model(
     wait_until(lambda: bool(list((root / "runs/small/checkpoints").glob("*/COMMIT.json"))), 120)
     run.kill()
     run.communicate(timeout=60)
-    wait_until(lambda: not _left_behind(root), 10)
+    wait_until(lambda: not _left_behind(root))
     (root / "text/doc0000.txt").write_text("Something else.\n" * 9, encoding="utf-8")
     done = ingot("run", "r.yaml", cwd=root, timeout_s=300)
     assert done.returncode == 0, done.stderr
@@ -266,7 +266,7 @@ def test_no_server_stays_when_run_is_killed_in_its_last_step(copied: Path) -> No
     wait_until(lambda: server.net_connections("tcp"), 60)
     run.kill()
     run.communicate(timeout=60)
-    wait_until(lambda: not _left_behind(copied), 10)
+    wait_until(lambda: not _left_behind(copied))
     assert ingot("run", "r.yaml", cwd=copied).returncode == 0
 
 

@@ -368,7 +368,7 @@ def test_a_long_text_can_be_left_waited_for_and_stopped(
     for thread in threads:
         thread.join(30)
     assert [answer.status_code for answer in answers] == [503, 503]
-    assert narrow.process.wait(20) == 0
+    assert narrow.process.wait(60) == 0
 
 
 @pytest.mark.drawn("kinds that are served")

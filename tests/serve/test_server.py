@@ -56,7 +56,7 @@ def test_a_signal_lets_requests_finish_and_the_exit_is_clean(folder: Path) -> No
         )
         thread.join(30)
         assert [answer.status_code for answer in waited] == [200]
-        assert server.process.wait(20) == 0
+        assert server.process.wait(60) == 0
         assert server.log.read_text().splitlines() == [
             f"serving tiny at {server.url}",
             "the server has ended",
@@ -92,7 +92,7 @@ def test_what_takes_too_long_after_a_signal_is_told_so(folder: Path) -> None:
         assert [(answer.status_code, answer.json()["error"]["type"]) for answer in answers] == [
             (503, "server_error")
         ]
-        assert server.process.wait(20) == 0
+        assert server.process.wait(60) == 0
 
 
 def test_a_taken_port_is_one_line(folder: Path, tmp_path: Path) -> None:

@@ -266,7 +266,7 @@ def test_ranks_die_with_a_killed_launcher(tmp_path: Path) -> None:
     wait_until(lambda: len(waiting_on(argv)) == 2)
     parent.kill()
     parent.communicate(timeout=60)
-    wait_until(lambda: not waiting_on(argv), 10.0)
+    wait_until(lambda: not waiting_on(argv))
 
 
 @pytest.mark.drawn("ranks of torchrun")

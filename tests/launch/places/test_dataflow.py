@@ -315,7 +315,7 @@ def test_cancelled_the_driver_ends_with_its_children_and_then_this_runs_jobs(
         "another-computers",
         "a",
     }
-    until = time.monotonic() + 20
+    until = time.monotonic() + 60
     while (
         Path(f"/proc/{int(said)}").exists()
         and Path(f"/proc/{int(said)}/stat").read_text().split()[2] != "Z"
@@ -329,12 +329,12 @@ def test_a_driver_that_ran_out_of_time_is_over_and_takes_its_job_with_it(
 ) -> None:
     launcher = Driven(made())
     launcher.program = "import time; time.sleep(600)"
-    handle = launcher.submit(dataclasses.replace(JOB, time_limit_s=1.0))
+    handle = launcher.submit(dataclasses.replace(JOB, time_limit_s=8.0))
     some_jobs(service, handle)
     assert launcher.status(handle) == "running"
     assert service.cancelled == []
     assert ended(launcher, handle) == "failed"
-    assert time.time() - handle.started < 30
+    assert time.time() - handle.started < 60
     assert service.cancelled == ["a"]
     assert launcher.status(handle) == "failed"
     assert service.cancelled == ["a"], "it is asked once"
