@@ -280,8 +280,8 @@ def test_what_json_has_no_number_for_is_null() -> None:
 
 def test_importing_costs_nothing() -> None:
     code = (
-        "import time; began = time.process_time(); import ingot; took = time.process_time() - began\n"
-        "import sys; print(took, *sorted({'torch', 'pydantic', 'numpy'} & set(sys.modules)))\n"
+        "import sys; before = len(sys.modules); import ingot; new = len(sys.modules) - before\n"
+        "print(new, *sorted({'torch', 'pydantic', 'numpy'} & set(sys.modules)))\n"
         "ingot.load; assert 'torch' not in sys.modules\n"
         "import ingot.train, ingot.evaluate; assert ingot.train.__path__ and ingot.evaluate.__path__"
     )
@@ -293,7 +293,7 @@ def test_importing_costs_nothing() -> None:
         check=True,
     ).stdout.split()
     assert len(out) == 1, out
-    assert float(out[0]) < 0.3
+    assert int(out[0]) < 20
 
 
 def test_every_public_name_is_there() -> None:

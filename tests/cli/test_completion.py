@@ -64,10 +64,10 @@ def test_each_shell_gets_its_script_and_its_answers(shell: str, tmp_path: Path) 
     asked = {"_INGOT_COMPLETE": f"complete_{shell}", "_TYPER_COMPLETE_ARGS": words}
     asked |= {"_TYPER_COMPLETE_FISH_ACTION": "get-args", "COMP_WORDS": words, "COMP_CWORD": "2"}
     code = (
-        "import sys, atexit, time, resource; sys.argv = ['ingot']\n"
+        "import sys, atexit; sys.argv = ['ingot']\n"
         "heavy = {'torch', 'numpy', 'transformers', 'ingot.config.recipe'}\n"
-        "atexit.register(lambda: print(resource.getrusage(resource.RUSAGE_SELF).ru_utime,"
-        " *(heavy & set(sys.modules)), file=sys.stderr))\n"
+        "atexit.register(lambda: print(len(sys.modules), *(heavy & set(sys.modules)),"
+        " file=sys.stderr))\n"
         "from ingot.cli.app import main; main()"
     )
     done = subprocess.run(
@@ -79,8 +79,8 @@ def test_each_shell_gets_its_script_and_its_answers(shell: str, tmp_path: Path) 
         check=False,
     )
     assert "quickstart" in done.stdout, done.stderr
-    (seconds,) = done.stderr.split()  # of the processor; and nothing heavy was loaded
-    assert float(seconds) < 0.5
+    (modules,) = done.stderr.split()  # and nothing heavy among them
+    assert int(modules) < 400
 
 
 def test_in_a_real_bash(tmp_path: Path) -> None:
