@@ -334,10 +334,10 @@ def test_what_stopped_in_good_order_has_not_failed(
         Rendezvous(handle.about["meet"]).leave(node, EXIT, rank=node, code=code)
     assert followed(launcher, handle)[-1] == state
 
-    def no_answer(place: str) -> None:
+    def no_answer(meeting: Rendezvous, kind: str) -> None:
         raise Failed("the bucket does not answer")
 
-    monkeypatch.setattr(vertex, "Rendezvous", no_answer)
+    monkeypatch.setattr(Rendezvous, "notes", no_answer)
     assert launcher.status(handle) == "failed", "it is over"
 
 
