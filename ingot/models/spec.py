@@ -197,10 +197,10 @@ def materialize_model(
         init_stacks(model, seed, model.config.initializer_range)
 
 
-def build_model(spec: ModelSpec, seed: int, device: torch.device, *, filled: bool) -> AnyModel:
-    """The model in float32 on `device`, with weights loaded or randomly initialised; `filled` False
+def build_model(spec: ModelSpec, seed: int, *, filled: bool) -> AnyModel:
+    """The model in float32 on the CPU, with weights loaded or randomly initialised; `filled` False
     only allocates, for a checkpoint to follow.
     """
     model = create_model(spec, seed)
-    materialize_model(model, spec, seed, device, filled=filled)
+    materialize_model(model, spec, seed, torch.device("cpu"), filled=filled)
     return model

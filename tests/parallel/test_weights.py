@@ -151,7 +151,7 @@ def on_ranks(root: Path) -> dict[str, list[Any]]:
                     random, stored = drawing_of(root / name, random=True), drawing_of(root / name)
                     model = wrapped(random, layout, mesh)
                     materialize_model(model, random, 3, mesh.device, filled=True)
-                    parts_of(model, build_model(random, 3, CPU, filled=True))
+                    parts_of(model, build_model(random, 3, filled=True))
                     model, count, largest = wrapped(stored, layout, mesh), [0], Largest()
                     folders._opened = lambda file, count=count: Counted(original(file), count)  # type: ignore[misc]
                     try:
@@ -159,7 +159,7 @@ def on_ranks(root: Path) -> dict[str, list[Any]]:
                             materialize_model(model, stored, 0, mesh.device, filled=True)
                     finally:
                         folders._opened = original
-                    whole = build_model(stored, 0, CPU, filled=True)
+                    whole = build_model(stored, 0, filled=True)
                     share = parts_of(model, whole)
                     parts = max(
                         local_tensor(parameter.detach()).numel() for parameter in model.parameters()
@@ -186,7 +186,7 @@ def _adapters(root: Path, layout: dict[str, int], mesh: Mesh) -> None:
         stored = drawing_of(root / name)
         model, whole = (
             wrapped(stored, layout, mesh, ADAPTERS[name]),
-            build_model(stored, 0, CPU, filled=True),
+            build_model(stored, 0, filled=True),
         )
         add_lora(whole, ADAPTERS[name], 0)
         materialize_model(model, stored, 0, mesh.device, filled=True)
@@ -213,7 +213,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         **SIZES,
     )
     for name, knobs in ADAPTERS.items():
-        model = build_model(drawing_of(made / name), 0, CPU, filled=True)
+        model = build_model(drawing_of(made / name), 0, filled=True)
         add_lora(model, knobs, 0)
         with torch.no_grad():
             for key, layer in lora_layers(model).items():
@@ -287,7 +287,7 @@ def real_parts(folder: Path) -> tuple[int, int]:
         stored = drawing_of(folder)
         model = wrapped(stored, layout, mesh)
         materialize_model(model, stored, 0, mesh.device, filled=True)
-        whole = build_model(stored, 0, CPU, filled=True)
+        whole = build_model(stored, 0, filled=True)
         return parts_of(model, whole), sum(parameter.numel() for parameter in whole.parameters())
 
 

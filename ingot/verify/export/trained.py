@@ -278,7 +278,7 @@ def rebuild(export: ExportedRun) -> RebuiltModel:
     setup, lora = export.setup, export.recipe.model.lora
     if export.found is None:
         model_spec = replace(setup.model_spec, folder=export.recipe.folder.model, random=False)
-        model = build_model(model_spec, setup.recipe.seed, CPU, filled=True).eval()
+        model = build_model(model_spec, setup.recipe.seed, filled=True).eval()
         return RebuiltModel(
             training_logits(model, export.held_out),
             None,
@@ -287,7 +287,7 @@ def rebuild(export: ExportedRun) -> RebuiltModel:
             sum(parameter.ndim > 1 for parameter in model.parameters()),
         )
     # A checkpoint of a run with an adapter contains only the adapter.
-    model = build_model(setup.model_spec, setup.recipe.seed, CPU, filled=lora is not None)
+    model = build_model(setup.model_spec, setup.recipe.seed, filled=lora is not None)
     if lora is not None:
         add_lora(model, lora, setup.recipe.seed)
     masters = Masters(model, alone_on_cpu())
@@ -317,7 +317,7 @@ def merged_quantize(recipe: Recipe) -> Quantize | None:
 
 def base_model(setup: TrainSetup) -> AnyModel:
     """The model that training started from, without an adapter."""
-    return build_model(setup.model_spec, setup.recipe.seed, CPU, filled=True).eval()
+    return build_model(setup.model_spec, setup.recipe.seed, filled=True).eval()
 
 
 def compare_bases(export: ExportedRun, beside: AnyModel, original: Tensor) -> tuple[Tensor, Check]:

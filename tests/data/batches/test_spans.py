@@ -237,7 +237,7 @@ def test_the_loss_is_that_of_transformers_on_the_same_ids(root: Path) -> None:
     recipe = recipe_of(root, WAY)
     tokenizer = load_tokenizer(recipe.folder.tokenizer)
     spec = resolve_model_spec(recipe, tokenizer.vocab_size, tokenizer.ids_for_model)
-    model = build_model(spec, 0, torch.device("cpu"), filled=True).eval()
+    model = build_model(spec, 0, filled=True).eval()
     theirs = model.inner
     assert isinstance(theirs, T5ForConditionalGeneration)
     made = opened(root).fields(range(7))

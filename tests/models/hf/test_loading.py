@@ -162,7 +162,6 @@ def test_what_a_checkpoint_does_not_hold_comes_from_the_source(name: str, tmp_pa
     resumed = build_model(
         ModelSpec("seq2seq", model.config, write(model, tmp_path), random=False),
         99,
-        CPU,
         filled=False,
     )
     left = {
