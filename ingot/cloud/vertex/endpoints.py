@@ -20,7 +20,7 @@ from ingot.cloud.clients import (
     list_all,
     message_types,
 )
-from ingot.cloud.vertex.jobs import cancel_operation, running_operations, wait_for_operation
+from ingot.cloud.vertex.jobs import running_operations, wait_for_operation
 
 _BY = "X-Vertex-AI-Deployed-Model-Id"
 """Header of a raw answer that names the deployed model that gave it."""
@@ -173,7 +173,9 @@ def await_deploy(google: GoogleClients, request: Any, operation: str) -> None:
 
 
 def cancel_deploy(google: GoogleClients, operation: str) -> None:
-    cancel_operation(google, "endpoints", operation)
+    """Request cancellation of a deployment, which may complete all the same."""
+    cancel = google.client("endpoints").cancel_operation
+    call_api(cancel, f"give up {operation}", request={"name": operation})
 
 
 def set_traffic(

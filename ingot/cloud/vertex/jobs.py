@@ -101,11 +101,6 @@ def running_operations(google: GoogleClients, service: str, thing: str) -> list[
             return found
 
 
-def cancel_operation(google: GoogleClients, service: str, name: str) -> None:
-    """Request cancellation of an operation, which may complete all the same."""
-    call_api(google.client(service).cancel_operation, f"give up {name}", request={"name": name})
-
-
 CUSTOM_JOB_ALIVE = ("QUEUED", "PENDING", "RUNNING", "PAUSED", "UPDATING", "CANCELLING")
 """States of a job that may still run or change, without their prefix."""
 _JOB_PREFIX = "JOB_STATE_"
