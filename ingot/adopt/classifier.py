@@ -219,11 +219,9 @@ def _model(sheet: GivenKeys, draft: Draft) -> None:
 
 
 def _devices(sheet: GivenKeys, draft: Draft) -> None:
-    gpus, nodes, rows = (
-        sheet.get("--gpus"),
-        sheet.get("--num-nodes") or 1,
-        sheet.get("--batch-size"),
-    )
+    gpus = sheet.get("--gpus")
+    nodes = sheet.get("--num-nodes") or 1
+    rows = sheet.get("--batch-size")
     accelerator = (sheet.get("--accelerator") or "").lower()
     cores = sheet.get("--tpu-cores") or (TPU_CORES if accelerator == "tpu" else 0)
     processes = gpus or cores or 1

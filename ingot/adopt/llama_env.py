@@ -319,10 +319,8 @@ def _start(sheet: GivenKeys, draft: Draft) -> None:
 
 
 def _watching(sheet: GivenKeys, draft: Draft) -> None:
-    every, patience = (
-        sheet.get("VALIDATE_EVERY_X_STEPS") or 0,
-        sheet.get("EARLY_STOPPING_PATIENCE") or 0,
-    )
+    every = sheet.get("VALIDATE_EVERY_X_STEPS") or 0
+    patience = sheet.get("EARLY_STOPPING_PATIENCE") or 0
     hellaswag = (sheet.get("HELLASWAG_EVERY_X_STEPS") or 0) > 0
     tasks: list[dict[str, Any]] = [{"kind": "loss"}]
     if hellaswag:

@@ -267,10 +267,8 @@ def _texts(sheet: GivenKeys, draft: Draft, folder: str | None) -> None:
 
 
 def _layout(sheet: GivenKeys, draft: Draft) -> None:
-    virtual, stages = (
-        sheet.get("--virtual-pipeline-model-parallel-size"),
-        sheet.get("--pipeline-model-parallel-size"),
-    )
+    virtual = sheet.get("--virtual-pipeline-model-parallel-size")
+    stages = sheet.get("--pipeline-model-parallel-size")
     if virtual and stages > 1:
         draft.put("parallel.virtual", virtual, sheet.name("--virtual-pipeline-model-parallel-size"))
     elif virtual and virtual > 1:

@@ -180,11 +180,9 @@ def _data(sheet: GivenKeys, draft: Draft) -> None:
 
 
 def _machines(sheet: GivenKeys, draft: Draft) -> None:
-    nodes, devices, rows = (
-        sheet.get("node_count"),
-        max(1, sheet.get("gpu_count")),
-        sheet.get("batch_size"),
-    )
+    nodes = sheet.get("node_count")
+    devices = max(1, sheet.get("gpu_count"))
+    rows = sheet.get("batch_size")
     draft.put("launch.kind", "gce", "a cluster of virtual machines there")
     draft.put_from(sheet, "gpu_count", "launch.processes", devices)
     draft.put(

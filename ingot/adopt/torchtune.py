@@ -244,10 +244,8 @@ def _optimizer(sheet: GivenKeys, draft: Draft) -> None:
 
 
 def _memory(sheet: GivenKeys, draft: Draft) -> None:
-    again, offloaded = (
-        sheet.get("enable_activation_checkpointing"),
-        sheet.get("enable_activation_offloading"),
-    )
+    again = sheet.get("enable_activation_checkpointing")
+    offloaded = sheet.get("enable_activation_offloading")
     if again is not None:
         draft.put(
             "memory.recompute.kind", "full" if again else "none", "enable_activation_checkpointing"

@@ -164,10 +164,8 @@ def deploy_version(
     recipe = read_recipe([target, *arguments]) if is_recipe else settings_without_recipe(arguments)
     name = recipe.registry_name if is_recipe else target
     if recipe.registry.kind == "vertex":  # options that are not given come from the recipe
-        canary, verify = (
-            (recipe.serve.canary if canary is None else canary),
-            verify or recipe.serve.verify,
-        )
+        canary = recipe.serve.canary if canary is None else canary
+        verify = verify or recipe.serve.verify
     wish = DeployRequest(version, canary, verify, rollback)
     if dry_run:
         print(render_deploy(recipe, name, wish, is_run=is_recipe), end="")

@@ -231,10 +231,8 @@ def models(as_json: AsJson = False) -> int:
             *(size if isinstance(size, str) else f"{size:,}" for size in sizes),
         )
     for name, preset in OTHERS.items():
-        layers, width = (
-            preset.get("num_layers") or preset["num_hidden_layers"],
-            preset.get("d_model") or preset["hidden_size"],
-        )
+        layers = preset.get("num_layers") or preset["num_hidden_layers"]
+        width = preset.get("d_model") or preset["hidden_size"]
         heads = str(preset.get("num_heads") or preset["num_attention_heads"])
         presets.add_row(
             name,

@@ -85,10 +85,8 @@ def write_tar(files: Mapping[str, Path], stream: IO[bytes]) -> None:
         for name in sorted(files):
             path = files[name]
             about = tarfile.TarInfo(name)
-            about.size, about.mode = (
-                path.stat().st_size,
-                (0o755 if path.stat().st_mode & 0o100 else 0o644),
-            )
+            about.size = path.stat().st_size
+            about.mode = 0o755 if path.stat().st_mode & 0o100 else 0o644
             with path.open("rb") as content:
                 tar.addfile(about, content)
 

@@ -106,15 +106,11 @@ def hourly_price_of(recipe: Recipe, nodes: int | None = None) -> float:
     """
     cloud, launch = recipe.cloud, recipe.launch
     if launch.kind == "tpu":
-        each, name = (
-            hourly_price_of_tpu(cloud, launch.tpu.type, spot=launch.machine.spot),
-            launch.tpu.type,
-        )
+        each = hourly_price_of_tpu(cloud, launch.tpu.type, spot=launch.machine.spot)
+        name = launch.tpu.type
     else:
-        each, name = (
-            hourly_price(cloud, launch.machine, nodes or launch.nodes),
-            _name(launch.machine),
-        )
+        each = hourly_price(cloud, launch.machine, nodes or launch.nodes)
+        name = _name(launch.machine)
     if each is None and cloud.max_cost is not None:
         raise WrongInput(
             f"cloud.max_cost {cloud.max_cost:g} cannot be kept: the price of {name} is not known;"

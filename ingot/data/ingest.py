@@ -107,10 +107,8 @@ def _plans(
     for split, sources in recipe_sources(recipe).items():
         for place, (source, found) in enumerate(zip(sources, files[split], strict=True)):
             _check_formats(recipe, f"data.{split}[{place}]", source, found)
-            extractor, tasks = (
-                DocumentExtractor.for_source(source, recipe.documents, recipe.labels),
-                list[IngestTask](),
-            )
+            extractor = DocumentExtractor.for_source(source, recipe.documents, recipe.labels)
+            tasks = list[IngestTask]()
             if found[0].format != "megatron":
                 for pieces in cut_into_tasks(found, block):
                     tasks.append(

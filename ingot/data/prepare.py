@@ -266,12 +266,10 @@ def _pack(
     """Plan rows unless documents are one stream, which gives None; refuse data too small for
     training or evaluation, a weight of a source without rows, and prompts that cannot be answered.
     """
-    folder, seq_len, how, target_len = (
-        _being_made(recipe.folder.columns),
-        recipe.data.seq_len,
-        recipe.row_plan,
-        recipe.data.target_len,
-    )
+    folder = _being_made(recipe.folder.columns)
+    seq_len = recipe.data.seq_len
+    how = recipe.row_plan
+    target_len = recipe.data.target_len
     of_pairs = target_len if prepared.documents == "pair" else None
     usual = type(recipe.data).model_fields["target_len"].default
     if of_pairs is None and recipe.objective.spans is None and target_len != usual:

@@ -99,10 +99,8 @@ def baselines(
         found.update({name: 8 * made / total for name, made in compressed.items()})
     if "bigram" in names:
         folder = recipe.folder.columns
-        training, held_out = (
-            open_columns(folder, prepared, "train"),
-            open_columns(folder, prepared, "validation"),
-        )
+        training = open_columns(folder, prepared, "train")
+        held_out = open_columns(folder, prepared, "validation")
         tokenizer = load_tokenizer(recipe.folder.tokenizer)
         scored = float(document_bytes(held_out, tokenizer, total).sum())
         if scored:

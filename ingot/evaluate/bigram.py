@@ -53,10 +53,8 @@ class PairTable:
         order = np.argsort(keys, kind="stable")  # merges two ascending runs in linear time
         keys, counts = keys[order], counts[order]
         starts = np.flatnonzero(np.diff(keys, prepend=-1))
-        self.keys, self.counts = (
-            keys[starts],
-            (np.add.reduceat(counts, starts) if len(starts) else counts),
-        )
+        self.keys = keys[starts]
+        self.counts = np.add.reduceat(counts, starts) if len(starts) else counts
 
     def look_up(self, keys: Ints) -> Ints:
         """The count of each of `keys`, 0 where it did not occur."""

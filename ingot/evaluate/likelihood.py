@@ -144,10 +144,8 @@ def _token_scores(subject: EvalModel, spans: Sequence[ScoredSpan], *, greedy: bo
     tokens, labels = tokens.to(subject.device), labels.to(subject.device)
     positions = torch.arange(time, device=subject.device).expand_as(tokens)
     decoder, scored = subject.decoder, labels != IGNORE
-    judge, vocabulary = (
-        _TokenScorer(decoder.vocabulary_head, greedy=greedy),
-        decoder.vocabulary_head,
-    )
+    judge = _TokenScorer(decoder.vocabulary_head, greedy=greedy)
+    vocabulary = decoder.vocabulary_head
     # Logits are computed for the continuation's tokens only: contexts are much longer.
     hidden = vocabulary.enter(decoder.hidden(tokens, positions))[scored]
     found = torch.stack(

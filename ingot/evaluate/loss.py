@@ -182,10 +182,8 @@ def sample_losses(subject: EvalModel, rows: Samples, count: int, title: str) -> 
     Raises:
         WrongInput: one side of a preference has no targets.
     """
-    preference, text = (
-        subject.recipe.documents == "preference",
-        subject.recipe.documents not in ("labelled", "masked"),
-    )
+    preference = subject.recipe.documents == "preference"
+    text = subject.recipe.documents not in ("labelled", "masked")
     table = np.zeros((count, 6), np.float64)
     for batch, values in score_samples(subject, rows, count, title, CrossEntropy().token):
         live = batch.rows >= 0

@@ -138,13 +138,11 @@ class PipelinedBatches:
         sharing: RowSharing | None,
         before: Callable[[int, Batch], None] = lambda index, batch: None,
     ) -> None:
-        self._objective, self._compute, self._device, self._sharing, self._before = (
-            objective,
-            compute,
-            device,
-            sharing,
-            before,
-        )
+        self._objective = objective
+        self._compute = compute
+        self._device = device
+        self._sharing = sharing
+        self._before = before
         self._batches = batches
         self._on_device = [
             shard_batch(batch, sharing).to(device, non_blocking=True) for batch in batches

@@ -138,12 +138,10 @@ class MatmulKernel:
         mask: Tensor | None,
         causal: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        dqs, dk, dv, first = (
-            [],
-            torch.zeros_like(k, dtype=torch.float32),
-            torch.zeros_like(v, dtype=torch.float32),
-            0,
-        )
+        dqs = []
+        dk = torch.zeros_like(k, dtype=torch.float32)
+        dv = torch.zeros_like(v, dtype=torch.float32)
+        first = 0
         for some, scores in _scores(q, k, _explicit_mask(mask, causal, q)):
             count, size = some.shape[2:]
             out, grad, logsum = (

@@ -244,10 +244,8 @@ class _Ring(torch.autograd.Function):
                 arriving, under_way = _pass_on(
                     ring, ([travelling] if step + 1 < ring.world else []) + behind
                 )
-                here, dkv = (
-                    travelling.chunk(2, 3),
-                    torch.zeros_like(travelling, dtype=torch.float32),
-                )
+                here = travelling.chunk(2, 3)
+                dkv = torch.zeros_like(travelling, dtype=torch.float32)
                 for queries, keys, mask, causal in pairs:
                     (grad, query, *seen), (key, value) = ours[queries], here[keys]
                     whole = PartialAttention(*seen)

@@ -97,12 +97,10 @@ class LayerOffload:
     """The tensors that one call of a layer saved for backward, in host memory."""
 
     def __init__(self, layer: nn.Module, copy_stream: CopyStream) -> None:
-        self._layer, self._copy_stream, self._previous, copy_stream.last = (
-            layer,
-            copy_stream,
-            copy_stream.last,
-            weakref.ref(self),
-        )
+        self._layer = layer
+        self._copy_stream = copy_stream
+        self._previous = copy_stream.last
+        copy_stream.last = weakref.ref(self)
         self._loads: list[OffloadedTensor] = []
         self._restored: dict[int, Tensor] = {}
         self._restored_event: torch.Event | None = None

@@ -59,11 +59,9 @@ def read_model(data: bytes, where: str) -> SentencePieceModel:
 
 
 def _model(data: bytes) -> SentencePieceModel:
-    pieces, trainer, normalizer = (
-        list[VocabularyPiece](),
-        dict[int, int | bytes](),
-        dict[int, int | bytes](),
-    )
+    pieces = list[VocabularyPiece]()
+    trainer = dict[int, int | bytes]()
+    normalizer = dict[int, int | bytes]()
     for field, value in _fields(data):
         if field in (1, 2, 3) and not isinstance(value, bytes):
             raise ValueError(f"field {field} is no message")
@@ -174,9 +172,9 @@ class SentencePieceBackend:
             {piece.text for piece in pieces if piece.kind == USER_DEFINED},
             where,
         )
-        self.special, self.lossy_reason = (
-            list(self.ids),
-            "in SentencePiece a space is the character ▁, and its normalizer may change texts",
+        self.special = list(self.ids)
+        self.lossy_reason = (
+            "in SentencePiece a space is the character ▁, and its normalizer may change texts"
         )
         self.added = [piece.text for piece in pieces if piece.kind == USER_DEFINED]
         self._spelled = {index: text for text, index in self.ids.items()} | {

@@ -125,11 +125,9 @@ def check_adapter(setup: TrainSetup) -> None:
     values of `model.config` that the recipe leaves out: it would change another model than it was
     trained to. Adapters that others made have no record of either.
     """
-    lora, source, folder = (
-        setup.recipe.model.lora,
-        setup.recipe.model.source,
-        setup.model_spec.folder,
-    )
+    lora = setup.recipe.model.lora
+    source = setup.recipe.model.source
+    folder = setup.model_spec.folder
     if lora is None or lora.adapter is None or folder is None:
         return
     about = read_lineage(Path(lora.adapter)) or {}

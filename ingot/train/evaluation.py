@@ -108,11 +108,9 @@ class BestTracker:
         return "; ".join(changes(state["measured_with"], self.measured_with)) or None
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        self.best, self.best_step, self.worse_in_row = (
-            state["best"],
-            state["best_step"],
-            state["worse_in_row"],
-        )
+        self.best = state["best"]
+        self.best_step = state["best_step"]
+        self.worse_in_row = state["worse_in_row"]
 
 
 def subject_of(setup: TrainSetup, train_state: TrainState, mesh: Mesh) -> EvalModel:

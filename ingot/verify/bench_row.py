@@ -124,11 +124,9 @@ def _measure(setup: TrainSetup, mesh: Mesh, steps: int) -> dict[str, Any]:
         best = max(best, _peak(mesh, setup))
         weights = sum(parameter.numel() for parameter in trial.train_state.model.parameters())
     util, memory, host, process, busy = zip(*mesh.gather(mine), strict=True)
-    config, native, on_gpu = (
-        setup.model_spec.config.to_hf(),
-        setup.model_spec.kind == "decoder",
-        mesh.device.type != "cpu",
-    )
+    config = setup.model_spec.config.to_hf()
+    native = setup.model_spec.kind == "decoder"
+    on_gpu = mesh.device.type != "cpu"
     tokens = statistics.mean(step.tokens for step in counted)
     positions = statistics.mean(step.positions for step in counted)
     work = Workload.of(setup, mesh)

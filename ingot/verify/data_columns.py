@@ -209,11 +209,9 @@ def _masked_column(columns: Mapping[str, Column], mask: str) -> Column:
 
 def _count_unended(column: Column, lengths: Ids, ends: Sequence[int]) -> int:
     """The number of records that do not end with these tokens."""
-    behind, values, wrong = (
-        np.cumsum(lengths),
-        column.slice(0, column.elements),
-        lengths < len(ends),
-    )
+    behind = np.cumsum(lengths)
+    values = column.slice(0, column.elements)
+    wrong = lengths < len(ends)
     for place, token in enumerate(reversed(ends), start=1):
         whole = ~wrong
         wrong[whole] |= values[behind[whole] - place] != token
@@ -234,11 +232,9 @@ def check_rows(
     twice, none of a text left out, no record in no row without a count, as many as were counted.
     """
     about = read_marker(folder, name) or {}
-    how, seq_len, target_len = (
-        str(about.get("pack")),
-        int(about.get("seq_len", 0)),
-        about.get("target_len"),
-    )
+    how = str(about.get("pack"))
+    seq_len = int(about.get("seq_len", 0))
+    target_len = about.get("target_len")
     what = f"rows: {how}, {seq_len:,} tokens" + (
         f", targets of {target_len:,}" if target_len is not None else ""
     )
@@ -269,12 +265,9 @@ def check_rows(
                     found.append(f"{bin_path(table.prefix)} leaves out {missed:,} tokens")
                 records += len(column)
                 planned += len(np.unique(table.slice(0, table.elements)[::3]))
-                rows, tokens = (
-                    rows + len(table),
-                    tokens
-                    + _count_row_tokens(
-                        folder, split, number, prepared, table, seq_len, target_len
-                    ),
+                rows += len(table)
+                tokens += _count_row_tokens(
+                    folder, split, number, prepared, table, seq_len, target_len
                 )
                 seen(2 * table.elements * table.dtype.itemsize)
         total = packed.total

@@ -115,8 +115,8 @@ FAULTS = [
     Fault(
         "nothing-trained-kept",
         "ingot/data/packing/planning.py",
-        "any_set(mask, begins + cut + 1, begins + cut + kept),",
-        "any_set(mask, begins, begins + lengths),",
+        "trained = any_set(mask, begins + cut + 1, begins + cut + kept)",
+        "trained = any_set(mask, begins, begins + lengths)",
         "rows are made in which nothing is trained: their loss is 0.0",
     ),
     Fault(

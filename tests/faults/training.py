@@ -351,8 +351,8 @@ FAULTS = [
     Fault(
         "patience-forgotten",
         "ingot/train/evaluation.py",
-        'state["worse_in_row"],\n        )',
-        "0,\n        )",
+        'self.worse_in_row = state["worse_in_row"]',
+        "self.worse_in_row = 0",
         "a resumed run forgets how long it has not improved",
     ),
     Fault(

@@ -101,10 +101,8 @@ class DeferredFiles:
             os.close(descriptor)
 
     def _fetch(self, name: str, path: Path, sha256: str) -> None:
-        bucket, partial = (
-            open_bucket(self._url, patience_s=PATIENCE_S),
-            path.with_name(f"{name}{PARTIAL}"),
-        )
+        bucket = open_bucket(self._url, patience_s=PATIENCE_S)
+        partial = path.with_name(f"{name}{PARTIAL}")
         why = "it is not there"
         for anew in (False, True):  # a writer may have put it elsewhere since the index was read
             entry = self._index(anew=anew).get(f"{self._within}/{name}")

@@ -189,12 +189,10 @@ class Sink:
     """
 
     def __init__(self, stream: IO[bytes] | None, digest: Digest | None) -> None:
-        self._stream, self._digest, self._crc, self.bytes = (
-            stream,
-            digest,
-            google_packages().Checksum(),
-            0,
-        )
+        self._stream = stream
+        self._digest = digest
+        self._crc = google_packages().Checksum()
+        self.bytes = 0
 
     def write(self, data: bytes) -> int:
         given_up.check()
@@ -247,13 +245,11 @@ class ResumableUpload:
         send: Callable[[str, bytes, Mapping[str, str]], Any],
         refused: Callable[[Any], Exception],
     ) -> None:
-        self._source, self._note, self._start, self._send, self._refused = (
-            source,
-            note,
-            start,
-            send,
-            refused,
-        )
+        self._source = source
+        self._note = note
+        self._start = start
+        self._send = send
+        self._refused = refused
         self._address = self._saved_address()
         self._at: int | None = None  # bytes that the service has; None until it is asked
 

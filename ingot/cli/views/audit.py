@@ -279,10 +279,8 @@ def table(
     told = f"; {cut.tokens:,} tokens are cut away, {cut.trained:,} of them to be trained"
     told = told if cut.tokens else ""
     made.add_row("trained", f"{share:.1%} of the tokens{told}")
-    empty, long = (
-        audit.without_targets(),
-        [example for example in examples if len(example.ids) > seq_len],
-    )
+    empty = audit.without_targets()
+    long = [example for example in examples if len(example.ids) > seq_len]
     made.add_row("without anything trained", Text(f"{empty:,}", "red" if empty else ""))
     if chats:
         lost = audit.without_targets(seq_len) - empty

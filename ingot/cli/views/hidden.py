@@ -85,10 +85,8 @@ def show_masked(
     """Print the first pieces of the first texts with what is asked for, and as the model reads
     them; then the counts for all of them.
     """
-    pieces, plain = (
-        masked_pieces(recipe, tokenizer, texts),
-        not out.is_terminal or out.no_color,
-    )
+    pieces = masked_pieces(recipe, tokenizer, texts)
+    plain = not out.is_terminal or out.no_color
     for number, piece in enumerate(pieces[:examples], start=1):
         title = f"--- example {number}, {len(piece.ids):,} tokens, {piece.asked.sum():,} asked for"
         out.print(Text(title, "bold"))

@@ -168,10 +168,8 @@ def _table(recipe: Recipe, tokenizer: Tokenizer, records: TokenRecords) -> Table
             if name == "target"
             else ("data.seq_len", recipe.data.seq_len)
         )
-        longer, what = (
-            int((records.lengths[name] > limit).sum()),
-            ("texts" if name == "tokens" else f"{name}s"),
-        )
+        longer = int((records.lengths[name] > limit).sum())
+        what = "texts" if name == "tokens" else f"{name}s"
         made.add_row(
             f"{what} longer than {knob}={limit:,}",
             Text(f"{longer:,} of {count:,}", "yellow" if longer else ""),

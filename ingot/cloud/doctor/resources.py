@@ -164,11 +164,9 @@ def repository(site: CheckContext) -> Iterator[DoctorFinding]:
                 needed=True,
             )
         return
-    client, what, full = (
-        site.google.client("repositories"),
-        f"repository {name}",
-        f"{site.google.parent}/repositories/{name}",
-    )
+    client = site.google.client("repositories")
+    what = f"repository {name}"
+    full = f"{site.google.parent}/repositories/{name}"
     found = call_or_none(
         client.get_repository, f"look at the repository {name}", request={"name": full}
     )
@@ -216,10 +214,8 @@ def subnetwork(site: CheckContext) -> Iterator[DoctorFinding]:
     name, spark = site.google.cloud.subnetwork, site.needs.why(("dataproc",))
     if name is None and not spark:
         return
-    short, place = (
-        (name or "default").rpartition("/")[2],
-        f"--region={site.region} --project={site.project}",
-    )
+    short = (name or "default").rpartition("/")[2]
+    place = f"--region={site.region} --project={site.project}"
     found = call_or_none(
         site.google.client("subnetworks").get,
         f"look at the subnetwork {short}",

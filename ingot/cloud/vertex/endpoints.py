@@ -94,10 +94,8 @@ def create(google: GoogleClients, request: Any) -> str:
     """Create an endpoint and wait for it; returns its name. An existing one with this id is ours:
     an earlier answer was lost.
     """
-    what, name = (
-        f"create the endpoint {request.endpoint_id}",
-        f"{request.parent}/endpoints/{request.endpoint_id}",
-    )
+    what = f"create the endpoint {request.endpoint_id}"
+    name = f"{request.parent}/endpoints/{request.endpoint_id}"
     try:
         begun = call_api(
             google.client("endpoints").create_endpoint,

@@ -292,11 +292,9 @@ def put_schedule(
     Raises:
         WrongInput, Failed: as `create_pipeline_job`.
     """
-    types, client, name = (
-        message_types(AIPLATFORM),
-        google.client("schedules"),
-        schedule["displayName"],
-    )
+    types = message_types(AIPLATFORM)
+    client = google.client("schedules")
+    name = schedule["displayName"]
     found = _schedules(google, name, parameters)
     wanted = types.Schedule.from_json(json.dumps(schedule))
     for other in found[1:]:

@@ -235,11 +235,9 @@ def sizes(config: Mapping[str, Any], where: str = "model.config") -> DecoderSize
     """
     family = family_of(config, where)
     values = family.filled(config)
-    heads, layers, hidden = (
-        int(values["num_attention_heads"]),
-        int(values["num_hidden_layers"]),
-        int(values["hidden_size"]),
-    )
+    heads = int(values["num_attention_heads"])
+    layers = int(values["num_hidden_layers"])
+    hidden = int(values["hidden_size"])
     kv_heads = int(values.get("num_key_value_heads") or heads)
     head_dim = int(values.get("head_dim") or hidden // max(heads, 1))
     vocab, feed_forward = int(values["vocab_size"]), int(values["intermediate_size"])

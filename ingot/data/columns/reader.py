@@ -78,11 +78,9 @@ class PreparedSplit:
         self.columns, self.seq_len = columns, seq_len
         self.markers = [MANIFEST] if table is None else [MANIFEST, f"{table}.json"]
         self.touched = queue.SimpleQueue()
-        self.fingerprint, self.set_fingerprint, self.tokenizer = (
-            prepared.data[split],
-            prepared.sets[split],
-            prepared.tokenizer,
-        )
+        self.fingerprint = prepared.data[split]
+        self.set_fingerprint = prepared.sets[split]
+        self.tokenizer = prepared.tokenizer
         self.documents, self.tokens, self.bytes = (
             prepared.total(split, what) for what in ("documents", "tokens", "bytes")
         )

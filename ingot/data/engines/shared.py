@@ -75,10 +75,8 @@ class SharedEngine:
         if self._made is None:
             self._empty()
             self._made = {}
-        replica, memory = (
-            read_index(self._bucket).entries,
-            ChecksumCache(self._root, "engine.json"),
-        )
+        replica = read_index(self._bucket).entries
+        memory = ChecksumCache(self._root, "engine.json")
 
         def known(path: str) -> IndexEntry | None:
             local = memory.current(path)

@@ -137,11 +137,9 @@ class TableStage:
         columns = {
             name: Column(column_prefix(self.folder, split, name, number)) for name in self.columns
         }
-        prefix, count, counts = (
-            column_prefix(self.folder, split, self.table, number),
-            len(columns[self.columns[0]]),
-            PackingCounts(),
-        )
+        prefix = column_prefix(self.folder, split, self.table, number)
+        count = len(columns[self.columns[0]])
+        counts = PackingCounts()
         with ColumnWriter(prefix, np.dtype("int64")) as writer:
             for first in range(0, count, WINDOW):
                 last = min(first + WINDOW, count)
@@ -204,10 +202,8 @@ class SingleRecordStage(TableStage):
         before, after = np.ones(last - first, np.bool_), np.ones(last - first, np.bool_)
         for name in most:
             if f"{name}_{MASK}" in columns:
-                mask, begins = (
-                    columns[f"{name}_{MASK}"],
-                    columns[name].begin(first) + np.cumsum(lengths[name]) - lengths[name],
-                )
+                mask = columns[f"{name}_{MASK}"]
+                begins = columns[name].begin(first) + np.cumsum(lengths[name]) - lengths[name]
                 before &= any_set(mask, begins + 1, begins + lengths[name])
                 after &= any_set(mask, begins + cut + 1, begins + cut + kept[name])
             else:
@@ -343,10 +339,8 @@ class PackStage(TableStage):
             begins = tokens.begin(first) + np.cumsum(lengths) - lengths
             if truncation(self.how) == "left":
                 cut = lengths - kept
-            trained, before = (
-                any_set(mask, begins + cut + 1, begins + cut + kept),
-                any_set(mask, begins + 1, begins + lengths),
-            )
+            trained = any_set(mask, begins + cut + 1, begins + cut + kept)
+            before = any_set(mask, begins + 1, begins + lengths)
             too_long = before & long & (truncation(self.how) == "drop")
             number = (trained & ~too_long).astype(np.int64)
             counts = PackingCounts(

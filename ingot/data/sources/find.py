@@ -206,10 +206,8 @@ def describe_change(
         return None
     if stamps_of(files)[0] == stamps:
         return None
-    before, after = (
-        {stamp["path"]: stamp for stamp in seen},
-        {file.stamp["path"]: file.stamp for file in files},
-    )
+    before = {stamp["path"]: stamp for stamp in seen}
+    after = {file.stamp["path"]: file.stamp for file in files}
     if not before:
         return f"one of {len(files):,} files is another one"
     for path, stamp in after.items():

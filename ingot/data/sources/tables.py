@@ -69,10 +69,8 @@ def delimited(
             " or as .tsv with tabs"
         )
     extractor.check(path, header)
-    place, row = (
-        0 if extractor.takes_records else header.index(extractor.column),
-        reader.line_num + 1,
-    )
+    place = 0 if extractor.takes_records else header.index(extractor.column)
+    row = reader.line_num + 1
     while True:
         here.clear()
         try:

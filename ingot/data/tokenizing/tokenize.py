@@ -284,10 +284,8 @@ class TokeniseStage:
         for index, doc_id in enumerate(doc_ids):
             if not chosen(doc_id, "reference", COMPARED):
                 continue
-            wanted, found = (
-                self._encode(tokenizer, reference, [texts[index]]),
-                records.of_document(index),
-            )
+            wanted = self._encode(tokenizer, reference, [texts[index]])
+            found = records.of_document(index)
             if any(
                 not np.array_equal(found[name], column) for name, column in wanted.columns.items()
             ):
@@ -383,10 +381,8 @@ class _ColumnOutput:
         self._added += int(records.counts.sum()) - len(records.counts)
 
     def part(self) -> ColumnPart:
-        first, sizes = (
-            next(iter(self._writers.values())),
-            {name: writer.elements for name, writer in self._writers.items()},
-        )
+        first = next(iter(self._writers.values()))
+        sizes = {name: writer.elements for name, writer in self._writers.items()}
         own = sizes if set(sizes.values()) != {self._tokens} else {}
         return ColumnPart(
             self._number,

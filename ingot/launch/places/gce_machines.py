@@ -100,11 +100,9 @@ class ComputeCluster:
 
     def machine(self, node: int, zone: str) -> Any:
         """The request for one machine, a message `Instance`."""
-        compute, machine, cloud = (
-            message_types(MODULE),
-            self.recipe.launch.machine,
-            self.recipe.cloud,
-        )
+        compute = message_types(MODULE)
+        machine = self.recipe.launch.machine
+        cloud = self.recipe.cloud
         accelerator, count = accelerators_of(machine)
         attached = accelerator is not None and machine.type.startswith(("n1-", "custom-"))
         metadata = {
@@ -185,10 +183,8 @@ class ComputeCluster:
     def _network(self, compute: Any) -> Any:
         cloud, project = self.recipe.cloud, self.google.project
         interface = compute.NetworkInterface(nic_type="GVNIC")
-        network, subnetwork = (
-            cloud.network or ("" if cloud.subnetwork else "default"),
-            cloud.subnetwork or "",
-        )
+        network = cloud.network or ("" if cloud.subnetwork else "default")
+        subnetwork = cloud.subnetwork or ""
         if network:
             interface.network = (
                 network if "/" in network else f"projects/{project}/global/networks/{network}"

@@ -74,16 +74,12 @@ class Seq2SeqRows:
         self.sources = sources[:, : int(sources.sum(dim=1).max())]
         for layer in self.cache.self_attention_cache.layers:
             places = slice(layer.keys.shape[2] - max(self.lengths), None)
-            layer.keys, layer.values = (
-                layer.keys[chosen, :, places],
-                layer.values[chosen, :, places],
-            )
+            layer.keys = layer.keys[chosen, :, places]
+            layer.values = layer.values[chosen, :, places]
         for layer in self._crossing.layers:
             places = slice(self.sources.shape[1])
-            layer.keys, layer.values = (
-                layer.keys[chosen, :, places],
-                layer.values[chosen, :, places],
-            )
+            layer.keys = layer.keys[chosen, :, places]
+            layer.values = layer.values[chosen, :, places]
 
     @property
     def _crossing(self) -> Any:

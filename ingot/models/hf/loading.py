@@ -208,10 +208,8 @@ def _check(
     unused = [
         stored for stored, name in ours.items() if name not in shapes and _other_head(model, name)
     ]
-    buffers, ignored = (
-        {name for name, _ in model.inner.named_buffers()},
-        _pattern(model, "_keys_to_ignore_on_load_unexpected"),
-    )
+    buffers = {name for name, _ in model.inner.named_buffers()}
+    ignored = _pattern(model, "_keys_to_ignore_on_load_unexpected")
     surplus = [
         stored
         for stored, name in ours.items()

@@ -68,10 +68,8 @@ def judge_data(recipe: Recipe, sample: LengthSample) -> Iterator[PlanFinding]:
         if recipe.data.truncate == "left":
             of_prompt = recipe.documents in ("preference", "rated")
             side = "prompt's beginning" if of_prompt else "beginning"
-        lost, message = (
-            sample.lost_targets,
-            f"{sample.truncated:.1%} of the documents lose their {side}",
-        )
+        lost = sample.lost_targets
+        message = f"{sample.truncated:.1%} of the documents lose their {side}"
         if lost is not None:
             message += f", and {lost:.1%} of the trained tokens are cut away"
         much = max(sample.truncated if lost is None else lost, 0.0) > MUCH_LOST

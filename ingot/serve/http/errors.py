@@ -71,13 +71,11 @@ class ApiError(Exception):
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.message, self.param, self.code, self.headers = (
-            status,
-            message,
-            param,
-            code,
-            dict(headers or {}),
-        )
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
 
     def body(self) -> dict[str, Any]:
         """The JSON body of the response."""
@@ -160,12 +158,10 @@ def validation_error(errors: Sequence[Mapping[str, Any]]) -> ApiError:
         place = _place(error["loc"])
         match error["type"]:
             case "json_invalid":
-                place, line = (
-                    "",
-                    (
-                        f"the body is not JSON ({error.get('ctx', {}).get('error', 'broken')} at"
-                        f" byte {error['loc'][-1]}); mend it"
-                    ),
+                place = ""
+                line = (
+                    f"the body is not JSON ({error.get('ctx', {}).get('error', 'broken')} at"
+                    f" byte {error['loc'][-1]}); mend it"
                 )
             case "extra_forbidden":
                 line = f"`{place}` is not known to this server; remove it"

@@ -132,11 +132,9 @@ class ApiKeyAuth:
     """Refuses requests without `Authorization: Bearer KEY`, except reading the `open_routes`."""
 
     def __init__(self, app: ASGIApp, key: str, open_routes: Collection[str]) -> None:
-        self._app, self._expected, self._open = (
-            app,
-            f"bearer {key}".encode(),
-            frozenset(open_routes),
-        )
+        self._app = app
+        self._expected = f"bearer {key}".encode()
+        self._open = frozenset(open_routes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and not (

@@ -306,10 +306,8 @@ class _EncodedTexts:
         source = np.append(self.ids, np.arange(int(special.max(initial=-1)) + 1, dtype=np.int32))
         begins, lengths = len(self.ids) - 1 - pieces, np.ones(len(pieces), np.int64)
         is_text = pieces >= 0
-        begins[is_text], lengths[is_text] = (
-            self.begins[pieces[is_text]],
-            self.lengths[pieces[is_text]],
-        )
+        begins[is_text] = self.begins[pieces[is_text]]
+        lengths[is_text] = self.lengths[pieces[is_text]]
         ends = np.cumsum(lengths)
         count = int(ends[-1]) if len(ends) else 0
         ids = source[np.repeat(begins - (ends - lengths), lengths) + np.arange(count)]

@@ -200,21 +200,17 @@ class MadeUpSamples(Samples):
 
 def _without_files(rows: PreparedSplit, seq_len: int) -> None:
     """Set the attributes of prepared data that has no files."""
-    rows.columns, rows.seq_len, rows.markers, rows.touched, rows.deferred = (
-        Path("made up"),
-        seq_len,
-        [],
-        queue.SimpleQueue(),
-        None,
-    )
+    rows.columns = Path("made up")
+    rows.seq_len = seq_len
+    rows.markers = []
+    rows.touched = queue.SimpleQueue()
+    rows.deferred = None
     rows.fingerprint = rows.set_fingerprint = rows.tokenizer = "made up"
-    rows.documents, rows.tokens, rows.bytes, rows.left_out, rows.weights = (
-        COUNT,
-        COUNT * seq_len,
-        0,
-        0,
-        None,
-    )
+    rows.documents = COUNT
+    rows.tokens = COUNT * seq_len
+    rows.bytes = 0
+    rows.left_out = 0
+    rows.weights = None
     rows._sized([[COUNT]])
 
 

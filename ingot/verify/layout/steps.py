@@ -84,12 +84,10 @@ def _train_steps(setup: TrainSetup, mesh: Mesh) -> RankResult:
     _fill_adapter(train_state, setup.recipe.seed)
     loader = UnevenLoader(setup.rows, setup.order, setup.batch, mesh.data.rank)
     objective = train_state.objectives.training
-    losses, norms, weights, targets = (
-        list[float](),
-        list[float](),
-        list[dict[str, ParameterShard]](),
-        list[int](),
-    )
+    losses = list[float]()
+    norms = list[float]()
+    weights = list[dict[str, ParameterShard]]()
+    targets = list[int]()
 
     def fetch(step: int) -> list[Batch]:
         batches = loader.step(step)
