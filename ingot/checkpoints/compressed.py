@@ -139,8 +139,9 @@ class CompressedEncoding:
 
     def tensors(self, plain: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         packed = not self.scheme.integer_inputs
-        for name in self._matrices if packed else ():
-            yield name + SHAPE, torch.tensor(self._shapes[name])
+        if packed:
+            for name in self._matrices:
+                yield name + SHAPE, torch.tensor(self._shapes[name])
         for name, tensor in plain:
             if name not in self._matrices:
                 kept = tensor.detach().to("cpu")

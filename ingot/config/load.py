@@ -233,24 +233,26 @@ def _type_into_steps(
     if path[0] != "launch" or verb is None:
         return
     if len(path) == 1:
-        for key in value if isinstance(value, dict) else ():
-            _type_into_steps(values, ("launch", key), value[key], where, verb)
+        if isinstance(value, dict):
+            for key in value:
+                _type_into_steps(values, ("launch", key), value[key], where, verb)
         return
     steps, knob = get(values.tree, ("pipeline", "steps")), STEP_KNOBS.get(str(path[1]))
     if knob is None:
         return
-    for step in steps if isinstance(steps, dict) else ():
-        own = ("pipeline", "steps", step, knob)
-        if get(values.tree, own) in (MISSING, None):
-            continue
-        full = (*own, *path[2:])
-        if step == verb:
-            set_value(values, full, value, where)
-        elif verb in WHOLE and get(values.tree, full) != value:
-            raise WrongInput(
-                f"{where} would not reach {step}, whose own {dotted(own)} is set by"
-                f" {values.origin(own)}; give {dotted(full)} after it, too"
-            )
+    if isinstance(steps, dict):
+        for step in steps:
+            own = ("pipeline", "steps", step, knob)
+            if get(values.tree, own) in (MISSING, None):
+                continue
+            full = (*own, *path[2:])
+            if step == verb:
+                set_value(values, full, value, where)
+            elif verb in WHOLE and get(values.tree, full) != value:
+                raise WrongInput(
+                    f"{where} would not reach {step}, whose own {dotted(own)} is set by"
+                    f" {values.origin(own)}; give {dotted(full)} after it, too"
+                )
     if knob == "nodes" and verb not in WHOLE:  # `Recipe.at` overrides it for some steps
         set_value(values, ("pipeline", "steps", verb, knob), value, where)
 

@@ -231,11 +231,12 @@ def _tell(recipe: Recipe, raw: RawData, cleaned: CleaningResult) -> None:
     """Print what cleaning dropped, its notes, and which sources it could not read. Raises
     WrongInput if it dropped everything and there are no tokens beside.
     """
-    for source in raw.tokenised if recipe.data.clean.wanted else ():
-        say(
-            f"warning: data.clean does nothing to the {source.documents:,} documents of"
-            f" {source.source}, which are tokens, and compares no other documents with them"
-        )
+    if recipe.data.clean.wanted:
+        for source in raw.tokenised:
+            say(
+                f"warning: data.clean does nothing to the {source.documents:,} documents of"
+                f" {source.source}, which are tokens, and compares no other documents with them"
+            )
     report = cleaned.report
     if not report.documents:
         return

@@ -184,9 +184,10 @@ def kernel_for(q: Tensor, k: Tensor, mask: Tensor | None) -> BlockKernel:
     if kind == "cpu":
         return FlashKernel()
     case = Case(q.device, q.dtype, q.shape[1], k.shape[1], q.shape[3], mask is not None)
-    for kernel in _candidates(q, k, mask) if kind == "cuda" else ():
-        if is_planned() or is_right(kernel, case):
-            return kernel
+    if kind == "cuda":
+        for kernel in _candidates(q, k, mask):
+            if is_planned() or is_right(kernel, case):
+                return kernel
     return MatmulKernel()
 
 

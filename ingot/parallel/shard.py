@@ -94,8 +94,9 @@ def shard_weights(
         whole(layer, reshard_after_forward=reshard)
     # A head tied to the embedding must be in one unit with it; the root's unit is freed last.
     whole(model, reshard_after_forward=False)
-    for method in ("hidden", "logits", "project") if isinstance(model, Decoder) else ():
-        register_fsdp_forward_method(model, method)
+    if isinstance(model, Decoder):
+        for method in ("hidden", "logits", "project"):
+            register_fsdp_forward_method(model, method)
     for module in model.modules():
         if is_fsdp(module):
             # FSDP averages by default; the divide factor alone does not change that on gloo.

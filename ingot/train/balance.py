@@ -135,12 +135,13 @@ class LoadBalance:
         self._mesh.all_sum(counts)
         self._mesh.all_sum(sums)
         rate = self._settings.bias_rate
-        for router in self._routers if rate else ():
-            assert router.e_score_correction_bias is not None
-            load = counts[router.layer]
-            # In integers: that of an expert with exactly the mean load does not move.
-            direction = (load.sum() - count * load).sign()
-            router.e_score_correction_bias += rate * direction * (1 - skipped)
+        if rate:
+            for router in self._routers:
+                assert router.e_score_correction_bias is not None
+                load = counts[router.layer]
+                # In integers: that of an expert with exactly the mean load does not move.
+                direction = (load.sum() - count * load).sign()
+                router.e_score_correction_bias += rate * direction * (1 - skipped)
         layers = [layer for layer, sparse in enumerate(self._sparse) if sparse]
         return ExpertLoad(counts, sums, layers, self._experts.chosen, self._settings)
 

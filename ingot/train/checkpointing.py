@@ -110,8 +110,9 @@ class CheckpointHook:
 
     def _flush(self) -> None:
         """What is logged must not be younger than the checkpoint, should the whole machine go."""
-        for lines in (self.run.metrics, self.run.events) if self.is_main else ():
-            flush_lines(lines)
+        if self.is_main:
+            for lines in (self.run.metrics, self.run.events):
+                flush_lines(lines)
 
     def finish(self, step: int) -> None:
         """Save the state after `step` steps, and wait until it is committed and older checkpoints

@@ -161,8 +161,9 @@ class StopSignals:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._followed = kind is not None and issubclass(kind, (LeaveNow, Stopped))
-        for number, handler in self._before.items() if not self._followed else ():
-            signal.signal(number, handler)
+        if not self._followed:
+            for number, handler in self._before.items():
+                signal.signal(number, handler)
         signal.set_wakeup_fd(self._fd_before)
         assert self._watchdog.stdin is not None
         self._watchdog.stdin.close()

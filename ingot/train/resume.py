@@ -223,7 +223,8 @@ def resumable(
     start anew. Nothing is verified or moved.
     """
     place = place_of(run, identity)
-    for found in committed(run.checkpoints)[:1]:
+    found = next(iter(committed(run.checkpoints)), None)
+    if found is not None:
         if any(field not in found.commit for field in FIELDS):
             return None
         if Comparison.of(found, identity, allow, come_to, last).goes_on(place):

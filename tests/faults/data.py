@@ -1399,8 +1399,8 @@ FAULTS = [
     Fault(
         "tokens-silently-not-cleaned",
         "ingot/data/prepare.py",
-        "for source in raw.tokenised if recipe.data.clean.wanted else ():",
-        "for source in ():",
+        "    if recipe.data.clean.wanted:\n        for source in raw.tokenised:",
+        "    if False:\n        for source in raw.tokenised:",
         "data.clean does nothing to tokens of others, and prepare reads as if it had",
         "tests/data/test_prepare_kinds.py",
     ),

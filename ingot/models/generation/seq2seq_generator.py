@@ -214,8 +214,9 @@ class Seq2SeqGenerator(DecodingLoop):
     def _piece(self, asked: Seq2SeqRequest, answer: Seq2SeqAnswer) -> CompletionChunk:
         stream = TextStream(self._decode_for(asked.prompt), (), asked.stop, special=asked.special)
         text = ""
-        for token in answer.ids if answer.finish != "error" else ():
-            text += stream.push(token)
-            if stream.stopped:
-                return CompletionChunk(text, (), answer.generated, "stop")
+        if answer.finish != "error":
+            for token in answer.ids:
+                text += stream.push(token)
+                if stream.stopped:
+                    return CompletionChunk(text, (), answer.generated, "stop")
         return CompletionChunk(text + stream.finish(), (), answer.generated, answer.finish)

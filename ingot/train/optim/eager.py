@@ -53,9 +53,10 @@ class EagerSGD(EagerOptimizer, optim.SGD):
 
 def _begin_momentum(optimizer: optim.Optimizer, *given: Any) -> None:
     for group in optimizer.param_groups:
-        for weight in group["params"] if group["momentum"] else ():
-            if weight.grad is not None and optimizer.state[weight].get(MOMENTUM) is None:
-                optimizer.state[weight][MOMENTUM] = torch.zeros_like(weight).detach()
+        if group["momentum"]:
+            for weight in group["params"]:
+                if weight.grad is not None and optimizer.state[weight].get(MOMENTUM) is None:
+                    optimizer.state[weight][MOMENTUM] = torch.zeros_like(weight).detach()
 
 
 def reserve_state(optimizer: optim.Optimizer) -> dict[Tensor, dict[str, Tensor]]:
