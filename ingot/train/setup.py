@@ -251,13 +251,13 @@ def make_setup(recipe: Recipe, mesh: Mesh, *, fresh: bool = False) -> TrainSetup
         teacher,
         rows,
         held_out,
-        begun.origin,
-        begun.step,
-        last,
-        compute,
-        identity,
-        begun.data_begin,
-        (made or {}).get("model_hash"),
+        origin=begun.origin,
+        begin=begun.step,
+        last=last,
+        compute=compute,
+        identity=identity,
+        data_begin=begun.data_begin,
+        source_hash=(made or {}).get("model_hash"),
     )
 
 

@@ -266,12 +266,12 @@ def made_up_setup(recipe: Recipe, mesh: Mesh) -> TrainSetup:
         model_spec,
         teacher,
         rows,
-        rows,
-        None,
-        0,
-        last,
-        computing_type(recipe, mesh.device),
-        {},
+        held_out=rows,
+        origin=None,
+        begin=0,
+        last=last,
+        compute=computing_type(recipe, mesh.device),
+        identity={},
     )
 
 
