@@ -57,18 +57,18 @@ class PlannedPlace:
     device: DeviceType | None
     """None for CPUs, and where it is unknown."""
     device_name: str
-    machine: str | None
+    machine: str | None = None
     """The machine type, of rented machines."""
-    devices: int | None
+    devices: int | None = None
     """Accelerators of a node; None where unknown, 0 for CPUs."""
-    device_bytes: Range | None
+    device_bytes: Range | None = None
     """What one rank may use: of an accelerator its memory, of a CPU a share of the node's."""
-    host_bytes: float | None
+    host_bytes: float | None = None
     """Memory of a node."""
-    disk_bytes: float | None
+    disk_bytes: float | None = None
     """Free where the run folder lies."""
-    cores: int | None
-    price: PlacePrice | None
+    cores: int | None = None
+    price: PlacePrice | None = None
     """None for machines that are not rented by the hour."""
 
     @property
@@ -144,13 +144,13 @@ def _virtual_machines(recipe: Recipe) -> PlannedPlace:
         "cpu" if name is None else "tpu" if is_tpu else "cuda",
         device,
         name or "CPU",
-        machine.type,
-        count,
-        share if name is None else _memory(device),
-        host,
-        machine.disk_gb * GB,
-        None if known is None else known.vcpus,
-        _price(on_demand, spot, recipe, uses_spot=machine.spot),
+        machine=machine.type,
+        devices=count,
+        device_bytes=share if name is None else _memory(device),
+        host_bytes=host,
+        disk_bytes=machine.disk_gb * GB,
+        cores=None if known is None else known.vcpus,
+        price=_price(on_demand, spot, recipe, uses_spot=machine.spot),
     )
 
 
@@ -168,13 +168,9 @@ def _tpu(recipe: Recipe) -> PlannedPlace:
         "tpu",
         device,
         launch.tpu.type,
-        None,
-        count or None,
-        _memory(device),
-        None,
-        None,
-        None,
-        _price(on_demand, spot, recipe, uses_spot=launch.machine.spot),
+        devices=count or None,
+        device_bytes=_memory(device),
+        price=_price(on_demand, spot, recipe, uses_spot=launch.machine.spot),
     )
 
 
@@ -213,13 +209,11 @@ def _this_machine(recipe: Recipe) -> PlannedPlace:
         "cuda" if found else "cpu",
         device,
         name,
-        None,
-        len(found),
-        Range.exactly(own, "measured"),
-        host,
-        _free(recipe),
-        usable_cores(),
-        None,
+        devices=len(found),
+        device_bytes=Range.exactly(own, "measured"),
+        host_bytes=host,
+        disk_bytes=_free(recipe),
+        cores=usable_cores(),
     )
 
 
@@ -237,13 +231,9 @@ def _described(recipe: Recipe, device: DeviceType | None, *, is_cpu: bool) -> Pl
         "cpu" if is_cpu else "tpu" if device and device.kind == "tpu" else "cuda",
         device,
         name,
-        None,
-        launch.slurm.gpus if asks else None,
-        _memory(device),
-        None,
-        _free(recipe) if launch.kind == "local" else None,
-        None,
-        None,
+        devices=launch.slurm.gpus if asks else None,
+        device_bytes=_memory(device),
+        disk_bytes=_free(recipe) if launch.kind == "local" else None,
     )
 
 

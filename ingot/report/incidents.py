@@ -162,7 +162,18 @@ def record_skip(incidents: list[Incident], event: Event, now: float) -> None:
         incidents[-1] = replace(last, steps=last.steps + 1)
     else:
         incidents.append(
-            Incident("skipped", now, number(event.get("t_wall")), (), step, 1, 0.0, 0.0, 0.0, cause)
+            Incident(
+                "skipped",
+                now,
+                number(event.get("t_wall")),
+                ranks=(),
+                step=step,
+                steps=1,
+                lost_s=0.0,
+                down_s=0.0,
+                starting_s=0.0,
+                cause=cause,
+            )
         )
 
 

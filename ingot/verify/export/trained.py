@@ -281,10 +281,10 @@ def rebuild(export: ExportedRun) -> RebuiltModel:
         model = build_model(model_spec, setup.recipe.seed, filled=True).eval()
         return RebuiltModel(
             training_logits(model, export.held_out),
-            None,
-            None,
-            {},
-            sum(parameter.ndim > 1 for parameter in model.parameters()),
+            unrounded=None,
+            compared=None,
+            adapter={},
+            products=sum(parameter.ndim > 1 for parameter in model.parameters()),
         )
     # A checkpoint of a run with an adapter contains only the adapter.
     model = build_model(setup.model_spec, setup.recipe.seed, filled=lora is not None)
