@@ -24,6 +24,7 @@ from ingot.config.models.lineage import LINEAGE, read_lineage
 from ingot.config.models.source import CONFIG, model_config
 from ingot.config.models.weights import hash_model
 from ingot.models.adapters.peft_config import is_adapter
+from ingot.models.hf.loading import GENERATION
 from ingot.models.hf.meta import is_meta, load_meta
 from ingot.models.hf.tensorfile import TensorSpec, stream_weights
 from ingot.models.kinds import AnyModel, base_folder, exported_shapes, exported_weights, open_model
@@ -32,7 +33,6 @@ from ingot.tokenizers.chats.encode import stop_tokens
 from ingot.tokenizers.load import load_tokenizer
 from ingot.tokenizers.tokenizer import Tokenizer
 
-GENERATION = "generation_config.json"
 ExportType = Literal["bf16", "fp32"]
 TOKENIZER = "tokenizer_config.json"
 GENERATED = (

@@ -90,6 +90,9 @@ class Range:
         return likely if low == likely == high else f"{likely} ({low} to {high})"
 
 
+NOTHING = Range.exactly(0, "measured")
+
+
 def gib(size: float) -> str:
     """A number of bytes in GiB, without the unit: a range has it once, behind both bounds."""
     return f"{size / GIB:,.1f}"

@@ -15,10 +15,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 from ingot.plan.devices.coefficients import PRODUCTS, WAITING, Coefficients
-from ingot.plan.ranges import Range, worst
+from ingot.plan.ranges import NOTHING, Range, worst
 from ingot.plan.tracing.records import DISPATCH, SPREAD, Operator, RankTrace
 
-NOTHING = Range.exactly(0, "measured")
 PARTS = ("matmul", "attention", "memory")
 COMPUTING = (*PARTS, "special", "softmax", "random")
 """Kinds of kernels; the last ones count as `memory`."""

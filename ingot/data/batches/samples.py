@@ -17,6 +17,7 @@ from ingot.data.batches.hiding import Hiding
 from ingot.data.columns.column import Column, bin_path
 from ingot.data.columns.manifest import LABEL, MASK, ColumnPart, PreparedData
 from ingot.data.columns.reader import IGNORE, Ids, PartReader, PreparedSplit, SplitFiles, placed
+from ingot.data.documents.preferences import SIDES
 from ingot.data.packing.tables import read_packed, table_name
 from ingot.data.splits import Split
 
@@ -28,7 +29,6 @@ little padding.
 
 GOLDEN = 0.381966
 """A share that is far from all small fractions."""
-SIDES = ("chosen", "rejected")
 (BODY,) = COLUMNS["masked"]
 
 

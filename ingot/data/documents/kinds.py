@@ -24,12 +24,7 @@ from ingot.data.documents.examples import (
     to_labelled,
     to_pair,
 )
-from ingot.data.documents.messages import (
-    THOUGHTS,
-    UNREAD,
-    check_columns,
-    written,
-)
+from ingot.data.documents.messages import UNREAD, check_columns, written
 from ingot.data.documents.preferences import from_preference, to_preference
 from ingot.data.documents.rated import from_rated, to_rated
 from ingot.data.documents.records import (
@@ -39,7 +34,7 @@ from ingot.data.documents.records import (
     missing_column,
     not_an_object,
 )
-from ingot.tokenizers.chats.chat import Messages
+from ingot.tokenizers.chats.chat import THOUGHTS, Messages
 
 TEXT = frozenset({"text"})
 OF_SEVERAL_TEXTS: tuple[Documents, ...] = (*CHAT_TEMPLATED, "pair")

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from ingot.base.errors import WrongInput
 from ingot.base.exact_json import compact_json, parse_json
 from ingot.data.documents.records import BadRecord, ParsedDocument, checked
-from ingot.tokenizers.chats.chat import MARKS, is_trained
+from ingot.tokenizers.chats.chat import MARKS, THOUGHTS, is_trained
 
 Message = dict[str, Any]
 AnyDocument = TypeVar("AnyDocument")
@@ -41,8 +41,6 @@ ROLES = {
     "ipython": "tool",
 }
 TAGS = {"messages": ("role", "content"), "sharegpt": ("from", "value")}
-THOUGHTS = ("reasoning_content", "thinking")
-"""The keys of what is thought before a content."""
 _MEDIA = "texts are trained on alone"
 UNREAD = {
     "chat_template_kwargs": "set tokenizer.template_kwargs, which are those of all chats",

@@ -13,7 +13,6 @@ from typing import Any
 from ingot.data.documents.messages import (
     ROLES,
     TAGS,
-    THOUGHTS,
     ColumnNames,
     Message,
     RecordError,
@@ -24,7 +23,7 @@ from ingot.data.documents.messages import (
     text_of,
     user,
 )
-from ingot.tokenizers.chats.chat import MARKS
+from ingot.tokenizers.chats.chat import MARKS, THOUGHTS
 
 BESIDE_CONTENTS = frozenset(
     {*THOUGHTS, *MARKS, "name", "tool_call_id", "refusal", "annotations", "audio"}

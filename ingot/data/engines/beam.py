@@ -17,10 +17,9 @@ from ingot.base.errors import Failed, WrongInput
 from ingot.base.progress import Progress
 from ingot.base.remote.bucket import open_bucket
 from ingot.base.storage import write_atomic
-from ingot.data.engines.engine import Result, Stage, Task, attempt, result_of
+from ingot.data.engines.engine import LOOK_EVERY_S, Result, Stage, Task, attempt, result_of
 from ingot.data.engines.shared import AREA
 
-LOOK_EVERY_S = 0.5
 LISTS = ("labels", "experiments", "dataflow_service_options")
 """Options that take several values, separated by commas."""
 _one_bundle = threading.Lock()

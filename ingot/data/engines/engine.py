@@ -33,6 +33,10 @@ class Stage(Protocol[Task_contra, Result_co]):
         ...
 
 
+LOOK_EVERY_S = 0.5
+"""Seconds between two looks at what tasks have done."""
+
+
 class Engine(Protocol):
     """Runs all tasks of a stage. Results are small and returned in the order of the tasks."""
 

@@ -23,9 +23,7 @@ from ingot.base.errors import Failed
 from ingot.base.forkserver import start_fork_server
 from ingot.base.processes import without_main_module
 from ingot.base.progress import Progress
-from ingot.data.engines.engine import Result, Stage, Task, open_stage
-
-LOOK_EVERY_S = 0.5
+from ingot.data.engines.engine import LOOK_EVERY_S, Result, Stage, Task, open_stage
 
 
 class LocalEngine:

@@ -13,9 +13,15 @@ from typing import Any
 
 from ingot.base.errors import Failed, WrongInput
 from ingot.base.progress import Progress
-from ingot.data.engines.engine import Result, Stage, Task, TaskOutcome, attempt, result_of
-
-LOOK_EVERY_S = 0.5
+from ingot.data.engines.engine import (
+    LOOK_EVERY_S,
+    Result,
+    Stage,
+    Task,
+    TaskOutcome,
+    attempt,
+    result_of,
+)
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,11 @@ from ingot.base.errors import WrongInput
 from ingot.config.degrees import Degrees, degrees_of
 from ingot.config.recipe import Recipe
 from ingot.plan.devices.types import allowances
-from ingot.plan.ranges import Range
+from ingot.plan.ranges import NOTHING, Range
 from ingot.plan.tracing.records import RankTrace
 from ingot.plan.tracing.workers import TraceRequest, trace_all
 
 Fit = Literal["fits", "may not fit", "does not fit"]
-NOTHING = Range.exactly(0, "measured")
 UNEVEN = Range(0.0, 0.15, 1.0, "guessed")
 """How far from even towards `RankTrace.crowded` the choices of routers bring a rank."""
 

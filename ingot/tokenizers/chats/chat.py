@@ -16,6 +16,8 @@ MARKS = ("weight", "loss_weight", "train", "training")
 """The keys by which a message of the assistant says whether it is trained, 0 or 1: OpenAI's,
 LLaMA-Factory's and axolotl's.
 """
+THOUGHTS = ("reasoning_content", "thinking")
+"""The keys of what is thought before a content."""
 
 
 @dataclass(frozen=True)

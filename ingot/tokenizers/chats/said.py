@@ -10,13 +10,11 @@ import re
 from dataclasses import dataclass
 
 from ingot.base.errors import WrongInput
-from ingot.tokenizers.chats.chat import Messages
+from ingot.tokenizers.chats.chat import THOUGHTS, Messages
 from ingot.tokenizers.chats.render import ChatFormat, any_of_pattern, render
 from ingot.tokenizers.chats.spans import ANSWER, QUESTION, turn_format
 
 SYSTEM, THOUGHT, RESULT = "\U0010fff2", "\U0010fff3", "\U0010fff4"
-THOUGHTS = ("reasoning_content", "thinking")
-"""Keys of a message that templates read a thought from."""
 Named = tuple[tuple[str, str], ...]
 
 
