@@ -263,17 +263,11 @@ def _optimizer(sheet: GivenKeys, draft: Draft, keys: TunerKeys) -> None:
         # The Trainer does not clip to a norm of 0.
         draft.put_from(sheet, "max_grad_norm", "train.clip_norm", norm if norm > 0 else None)
     elif "max_grad_norm" in sheet.nulls:
-        draft.note(
-            "fill",
-            "max_grad_norm",
-            "has no value, with which transformers does not clip: train.clip_norm=null",
-        )
+        about = "has no value, with which transformers does not clip: train.clip_norm=null"
+        draft.note("fill", "max_grad_norm", about)
     if not ADAMW.fullmatch(kind := sheet.get(keys.optimizer)):
-        draft.note(
-            "changed",
-            keys.optimizer,
-            f"{kind} is not offered; AdamW with the same learning rate stands for it",
-        )
+        about = f"{kind} is not offered; AdamW with the same learning rate stands for it"
+        draft.note("changed", keys.optimizer, about)
     elif "bit" in kind or "fp8" in kind:
         draft.note("changed", keys.optimizer, f"{kind}: its state is float32 here, and larger")
 
