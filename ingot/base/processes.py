@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import hashlib
 import os
 import signal
 import subprocess
@@ -96,6 +97,12 @@ def machine_id() -> str | None:
     with contextlib.suppress(OSError):
         return f"{BOOT.read_text().strip()} {os.stat('/proc/self/ns/pid').st_ino}"
     return _boot_session()
+
+
+@functools.cache
+def process_scope() -> str:
+    """`machine_id` as eight hexadecimal digits, for names of files."""
+    return hashlib.sha256((machine_id() or "").encode()).hexdigest()[:8]
 
 
 @functools.cache

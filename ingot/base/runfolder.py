@@ -14,9 +14,10 @@ from pathlib import Path
 
 from ingot.base.environment import NODE_VARIABLE
 from ingot.base.errors import Failed, WrongInput
+from ingot.base.locks import lock_file
 from ingot.base.processes import descends_from, is_alive
 from ingot.base.progress import say
-from ingot.base.storage import disk_errors, lock_file, make_folder
+from ingot.base.storage import disk_errors, make_folder
 
 SET_ASIDE = "earlier"
 """The folder of earlier trainings that were set aside, each in a folder of its own."""

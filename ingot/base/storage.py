@@ -7,12 +7,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import fcntl
 import functools
 import glob
 import hashlib
 import io
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path, PurePosixPath
@@ -20,12 +20,13 @@ from typing import IO, Any
 
 from ingot.base.errors import Failed, WrongInput
 from ingot.base.listing import files_below, is_there, names_like
-from ingot.base.processes import is_alive
+from ingot.base.locks import hold, is_held
+from ingot.base.processes import is_alive, process_scope
 from ingot.base.remote import web
 from ingot.base.remote.streams import WholeFile, version_of
 
 CHUNK_BYTES = 1 << 20
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP)
+_WRITER = re.compile(r"-(?:([0-9a-f]{8})-)?(\d+)$")
 _AT_FDCWD, _EXCHANGE = -100, 2  # Linux: AT_FDCWD, RENAME_EXCHANGE
 
 
@@ -219,11 +220,12 @@ def atomic_file(path: str | os.PathLike[str], *, durable: bool = True) -> Iterat
     unless not `durable`, outlast the machine's crash.
     """
     target = Path(path)
-    partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
+    partial = partial_of(target)
     with disk_errors(target):
         make_folder(target.parent)
         try:
             with partial.open("wb") as stream:
+                hold(stream.fileno())
                 yield stream
                 if durable:
                     stream.flush()
@@ -248,20 +250,30 @@ def write_atomic(path: str | os.PathLike[str], data: bytes | str) -> None:
 def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
     """A folder to fill that appears under `path` atomically; an existing one is replaced only then.
 
-    One writer per `path` at a time: leftovers of dead writers are removed.
+    One writer per `path` and process at a time: leftovers of dead writers are removed.
     """
     target = Path(path)
-    partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
+    partial = partial_of(target)
     with disk_errors(target):
         make_folder(target.parent)
         remove_partials_of(target)
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
+        descriptor = os.open(partial, os.O_RDONLY)
         try:
+            hold(descriptor)
             yield partial
             replace_folder(partial, target)
         finally:
+            os.close(descriptor)
             shutil.rmtree(partial, ignore_errors=True)
+
+
+def partial_of(target: Path, kind: str = "partial") -> Path:
+    """What `target` is called until it is whole. Processes of two containers or machines have the
+    same id as often as not; these have names of their own.
+    """
+    return target.with_name(f".{target.name}.{kind}-{process_scope()}-{os.getpid()}")
 
 
 def replace_folder(finished: Path, target: Path) -> None:
@@ -272,7 +284,7 @@ def replace_folder(finished: Path, target: Path) -> None:
     if not target.exists():
         os.replace(finished, target)
     elif not _exchange(finished, target):
-        replaced = target.with_name(f".{target.name}.replaced-{os.getpid()}")
+        replaced = partial_of(target, "replaced")
         os.replace(target, replaced)
         os.replace(finished, target)
         fsync_folder(target.parent)
@@ -311,9 +323,7 @@ def _exchange(one: Path, other: Path) -> bool:
 
 
 def remove_partials_of(target: Path) -> None:
-    """Remove what killed processes of this machine left while writing `target`; it may be
-    gigabytes.
-    """
+    """Remove what killed processes left while writing `target`; it may be gigabytes."""
     for kind in ("partial", "replaced"):
         _remove_leftovers(target.parent.glob(f".{glob.escape(target.name)}.{kind}-*"))
 
@@ -326,12 +336,21 @@ def _remove_partial_files(folder: Path) -> None:
 
 def _remove_leftovers(leftovers: Iterable[Path]) -> None:
     for left in leftovers:
-        process = left.name.rpartition("-")[2]
-        if process.isdecimal() and not is_alive(int(process)):
+        if _is_left(left):
             if left.is_dir():
                 shutil.rmtree(left, ignore_errors=True)
             else:
                 left.unlink(missing_ok=True)
+
+
+def _is_left(partial: Path) -> bool:
+    """Whether the process that wrote it is dead; of another container or machine its lock tells."""
+    found = _WRITER.search(partial.name)
+    if found is None:
+        return False
+    scope, process = found.groups()
+    is_foreign = scope not in (None, process_scope())
+    return not (is_held(partial) if is_foreign else is_alive(int(process)))
 
 
 @contextlib.contextmanager
@@ -379,22 +398,3 @@ def _whole(partial: Path) -> Path:
     """What a partial file or folder is to become; the path itself of others."""
     name, dot, _ = partial.name.removeprefix(".").rpartition(".partial-")
     return partial.with_name(name) if dot and partial.name.startswith(".") else partial
-
-
-def lock_file(descriptor: int, path: str | os.PathLike[str], *, wait: bool) -> None:
-    """Lock an open file for this process alone, until the descriptor is closed.
-
-    Raises:
-        BlockingIOError: another process holds it, and we are not to wait.
-        WrongInput: its disk has no locks, without which two runs would write over each other.
-    """
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise
-        raise WrongInput(
-            f"{os.fspath(path)} cannot be locked ({error.strerror}): its disk is mounted without"
-            " locks; mount it with them (Lustre: the option `flock`; NFS: not `nolock`, and a lock"
-            " daemon), or choose another `output`"
-        ) from error

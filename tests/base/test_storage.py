@@ -14,6 +14,7 @@ import pytest
 
 from ingot.base import storage
 from ingot.base.errors import Failed, WrongInput
+from ingot.base.processes import process_scope
 from ingot.base.runfolder import folder_lock
 from ingot.base.runlog import append_line
 from ingot.base.storage import (
@@ -24,6 +25,7 @@ from ingot.base.storage import (
     is_hidden,
     is_remote,
     open_read,
+    remove_partials_of,
     sha256_file,
     stamp,
     write_atomic,
@@ -149,11 +151,53 @@ def test_what_a_killed_writer_left_is_removed_by_the_next_and_never_taken_for_co
     writer.send_signal(signal.SIGKILL)
     writer.communicate()
     assert not target.exists()
-    assert names(tmp_path) == [f".model.partial-{writer.pid}"]
-    (tmp_path / f".model.partial-{os.getppid()}").mkdir()  # one that lives is left alone
+    assert names(tmp_path) == [f".model.partial-{process_scope()}-{writer.pid}"]
+    alive = f".model.partial-{process_scope()}-{os.getppid()}"
+    (tmp_path / alive).mkdir()  # one that lives is left alone
     with atomic_folder(target) as partial:
         (partial / "weights").write_bytes(b"whole")
-    assert names(tmp_path) == [f".model.partial-{os.getppid()}", "model"]
+    assert names(tmp_path) == [alive, "model"]
+
+
+ELSEWHERE = """
+import os, sys
+from ingot.base import storage
+storage.process_scope = lambda: "0badc0de"
+os.getpid = lambda: int(sys.argv[3])
+with getattr(storage, sys.argv[1])(sys.argv[2]) as partial:
+    print("writing", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("kind", ["atomic_file", "atomic_folder"])
+def test_what_a_process_of_another_container_writes_is_left_alone_while_it_lives(
+    kind: str, tmp_path: Path
+) -> None:
+    """Its id is that of a process of ours, or of none; only one that is dead has left anything."""
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    for process in (os.getpid(), ended.pid):
+        target = tmp_path / str(process) / "model"
+        target.parent.mkdir()
+        writer = subprocess.Popen(
+            [sys.executable, "-c", ELSEWHERE, kind, str(target), str(process)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == b"writing\n"
+        theirs = f".model.partial-0badc0de-{process}"
+
+        def write(target: Path = target) -> list[str]:
+            with getattr(storage, kind)(target):
+                remove_partials_of(target)
+            return names(target.parent)
+
+        assert write() == [theirs, "model"]
+        writer.kill()
+        writer.communicate()
+        assert write() == ["model"]
 
 
 def test_an_unwritable_place_is_named_with_what_to_do(tmp_path: Path) -> None:

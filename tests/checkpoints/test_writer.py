@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.planner import (
 
 from ingot.base import markers
 from ingot.base.markers import COMMIT, FileEntry, entry_of, read_marker
-from ingot.base.storage import sha256_file
+from ingot.base.storage import partial_of, sha256_file
 from ingot.checkpoints import writer
 from ingot.checkpoints.state import training_tensors
 from ingot.checkpoints.store import newest_valid, step_folder
@@ -152,7 +152,7 @@ def test_everything_is_on_the_disk_in_the_order_in_which_it_counts(
     for name, flushed_as in (("__0_0.distcp", "__0_0.distcp"), (".metadata", ".metadata.tmp")):
         assert sizes[flushed_as] == (folder / name).stat().st_size, "nothing is left in a buffer"
     here = str(folder.relative_to(tmp_path))
-    marker = [f"{here}/.{COMMIT}.partial-{os.getpid()}", f"{here}/{COMMIT}"]
+    marker = [f"{here}/{partial_of(Path(COMMIT))}", f"{here}/{COMMIT}"]
     assert done == [
         ("flushed", "checkpoints"),
         ("flushed", "."),

@@ -1644,4 +1644,20 @@ FAULTS = [
         "prepare fails where the folder of caches is another user's",
         "tests/tokenizers/test_remembered.py",
     ),
+    Fault(
+        "writers-of-other-containers",
+        "ingot/base/storage.py",
+        "not (is_held(partial) if is_foreign else is_alive(int(process)))",
+        "not is_alive(int(process))",
+        "what another container or machine is writing is removed as a dead process's",
+        "tests/base/test_storage.py",
+    ),
+    Fault(
+        "one-name-in-two-containers",
+        "ingot/base/storage.py",
+        '.{kind}-{process_scope()}-{os.getpid()}"',
+        '.{kind}-{os.getpid()}"',
+        "two containers whose processes have one id write into one unfinished folder",
+        "tests/base/test_storage.py",
+    ),
 ]

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from ingot.base.errors import Failed, WrongInput
-from ingot.base.storage import disk_errors, fsync_folder, remove_partials_of
+from ingot.base.locks import hold
+from ingot.base.storage import disk_errors, fsync_folder, partial_of, remove_partials_of
 from ingot.checkpoints.gguf.families import (
     ROPE_FACTORS,
     Architecture,
@@ -94,12 +95,10 @@ def export_gguf(source: Path, target: Path, kind: str, *, overwrite: bool) -> in
             made.compare(partial)
         else:
             between = partial.with_name(partial.name.replace(".partial-", ".partial-f32-"))
-            try:
+            with _held(between):
                 made.write(between, "F32", vocabulary, name, lineage)
                 made.compare(between)
                 _quantize(between, partial, QUANTIZED[kind])
-            finally:
-                between.unlink(missing_ok=True)
             made.compare(partial, shapes_only=True)
     return len(made.names) + (made.factors is not None)
 
@@ -107,18 +106,29 @@ def export_gguf(source: Path, target: Path, kind: str, *, overwrite: bool) -> in
 @contextlib.contextmanager
 def _partial(target: Path) -> Iterator[Path]:
     """A path beside `target` that takes its name if the block ends without error."""
-    partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
+    partial = partial_of(target)
     with disk_errors(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         remove_partials_of(target)
-        try:
+        with _held(partial):
             yield partial
             with partial.open("rb") as stream:
                 os.fsync(stream.fileno())
             partial.replace(target)
             fsync_folder(target.parent)
-        finally:
-            partial.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _held(partial: Path) -> Iterator[None]:
+    """A file that others leave alone while this process writes it; removed at the end unless it
+    was moved.
+    """
+    try:
+        with partial.open("wb") as stream:
+            hold(stream.fileno())
+            yield
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 class _GgufModel:

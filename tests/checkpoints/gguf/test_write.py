@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from ingot.base.errors import Failed, WrongInput
+from ingot.base.processes import process_scope
 from ingot.checkpoints.gguf.families import ARCHITECTURES
 from ingot.checkpoints.gguf.write import export_gguf
 from ingot.cli.carry import write_gguf
@@ -126,7 +127,9 @@ def test_what_a_killed_export_left_is_removed_by_the_next(
     ended.wait()
     for left in (f".m.gguf.partial-{ended.pid}", f".m.gguf.partial-f32-{ended.pid}"):
         (tmp_path / left).write_bytes(b"half")
-    another = tmp_path / f".m.gguf.partial-{os.getppid()}"  # of a process that is alive
+    another = (
+        tmp_path / f".m.gguf.partial-{process_scope()}-{os.getppid()}"
+    )  # of a process that is alive
     another.write_bytes(b"half")
     export_gguf(llama[0], tmp_path / "m.gguf", "f32", overwrite=False)
     assert sorted(tmp_path.iterdir()) == [another, tmp_path / "m.gguf"]
