@@ -4,6 +4,7 @@ any other tool that reads such folders.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import shutil
@@ -17,7 +18,7 @@ from torch import Tensor
 import ingot
 from ingot.base.errors import WrongInput
 from ingot.base.progress import say
-from ingot.base.storage import atomic_folder
+from ingot.base.storage import atomic_folder, fsync_tree
 from ingot.config.models.content import CONTENT, changed_content, content_record, describe_changed
 from ingot.config.models.experts import CORRECTION
 from ingot.config.models.lineage import LINEAGE, read_lineage
@@ -75,12 +76,15 @@ def export_model(
     generation: Mapping[str, Any] | None = None,
     tensors: Iterable[tuple[str, Tensor]] | None = None,
     encoding: Encoding | None = None,
+    may_take: Callable[[], None] | None = None,
 ) -> dict[str, Any]:
     """Write the model folder atomically, adapters merged, holding one tensor in memory at a time.
     Returns the contents of its `ingot.json`, including `model_hash`.
 
     `generation` is the source model's generation configuration; None derives one from the
     tokenizer. `tensors` supplies the weights of a model on `meta`, in the model's own order.
+    `may_take` is called once everything is on the disk, and raises where `folder` is another's by
+    then.
     """
     dtype = DTYPES[export_type]
     config, generation = _configured(model, tokenizer, dtype, generation)
@@ -110,6 +114,9 @@ def export_model(
             ),
         }
         _write_json(partial / LINEAGE, made)
+        if may_take is not None:
+            fsync_tree(partial)
+            may_take()
     return made
 
 
@@ -193,7 +200,10 @@ def copy_model(
             exists and `overwrite` is not set (or it is not a model folder, so that other files
             would be lost).
     """
-    _check_target(target, "model folder", _is_model_or_empty, overwrite=overwrite)
+    may_take = functools.partial(
+        _check_target, target, "model folder", _is_model_or_empty, overwrite=overwrite
+    )
+    may_take()
     base = base_folder(source) if is_adapter(source) else source
     config = None if is_meta(source) else model_config(base)
     # The tokenizer first: the weights may be many gigabytes.
@@ -226,6 +236,7 @@ def copy_model(
         lineage=lineage,
         generation=source_generation(base),
         encoding=None if encode is None else encode(model, export_type),
+        may_take=may_take,
     )
 
 
@@ -243,6 +254,8 @@ def copy_adapter(source: Path, target: Path, *, overwrite: bool) -> None:
         for file in sorted(source.iterdir()):
             if file.is_file():
                 shutil.copyfile(file, partial / file.name)
+        fsync_tree(partial)
+        _check_target(target, "adapter", is_adapter, overwrite=overwrite)
 
 
 def _check_target(

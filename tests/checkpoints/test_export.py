@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ingot.base.errors import WrongInput
+from ingot.base.storage import atomic_folder
 from ingot.checkpoints.export import copy_adapter, copy_model, export_model
 from ingot.cli.carry import copy_checked, export
 from ingot.config.sections.lora import Lora
@@ -159,6 +163,32 @@ def test_an_adapter_is_copied_once_its_tensors_are_checked(adapter: Path, tmp_pa
     with pytest.raises(WrongInput, match="adapter_model"):
         copy_adapter(adapter, tmp_path / "copy", overwrite=True)
     assert is_adapter(tmp_path / "copy"), "what was there stays"
+
+
+def test_what_came_under_the_name_meanwhile_is_not_replaced(
+    adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as another export, which ended first."""
+    target = tmp_path / "copy"
+
+    @contextlib.contextmanager
+    def taken(folder: Path) -> Iterator[Path]:
+        with atomic_folder(folder) as partial:
+            target.mkdir(exist_ok=True)
+            (target / "theirs").write_text("")
+            yield partial
+
+    monkeypatch.setattr("ingot.checkpoints.export.atomic_folder", taken)
+    copies: tuple[Callable[..., Any], ...] = (
+        copy_adapter,
+        functools.partial(copy_model, export_type=None),
+    )
+    for copy in copies:
+        with pytest.raises(WrongInput, match=r"copy exists; choose another folder"):
+            copy(adapter, target, overwrite=False)
+        assert [file.name for file in target.iterdir()] == ["theirs"]
+        (target / "theirs").unlink()
+        target.rmdir()
 
 
 def test_the_command_exports_the_adapter_of_a_run(

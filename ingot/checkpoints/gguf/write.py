@@ -71,8 +71,7 @@ def export_gguf(source: Path, target: Path, kind: str, *, overwrite: bool) -> in
         )
     if target.suffix != ".gguf" or target.is_dir():
         raise WrongInput(f"{target}: a GGUF file's name ends in .gguf; give such a path")
-    if target.exists() and not overwrite:
-        raise WrongInput(f"{target} exists; choose another path, or add --overwrite")
+    _check_target(target, overwrite=overwrite)
     if importlib.util.find_spec("gguf") is None:
         raise WrongInput("--format gguf needs the package gguf; pip install 'ingot[gguf]'")
     if kind in QUANTIZED and shutil.which(QUANTIZE) is None:
@@ -89,7 +88,7 @@ def export_gguf(source: Path, target: Path, kind: str, *, overwrite: bool) -> in
     vocabulary = vocabulary_of(tokenizer, model.config.vocab_size)
     lineage = read_lineage(source) or {}
     name = str(lineage.get("run") or source.resolve().name)
-    with _partial(target) as partial:
+    with _partial(target, overwrite=overwrite) as partial:
         if kind in TYPES:
             made.write(partial, TYPES[kind], vocabulary, name, lineage)
             made.compare(partial)
@@ -103,9 +102,16 @@ def export_gguf(source: Path, target: Path, kind: str, *, overwrite: bool) -> in
     return len(made.names) + (made.factors is not None)
 
 
+def _check_target(target: Path, *, overwrite: bool) -> None:
+    if target.exists() and not overwrite:
+        raise WrongInput(f"{target} exists; choose another path, or add --overwrite")
+
+
 @contextlib.contextmanager
-def _partial(target: Path) -> Iterator[Path]:
-    """A path beside `target` that takes its name if the block ends without error."""
+def _partial(target: Path, *, overwrite: bool) -> Iterator[Path]:
+    """A path beside `target` that takes its name if the block ends without error, and nobody else
+    took it meanwhile.
+    """
     partial = partial_of(target)
     with disk_errors(target):
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -114,6 +120,7 @@ def _partial(target: Path) -> Iterator[Path]:
             yield partial
             with partial.open("rb") as stream:
                 os.fsync(stream.fileno())
+            _check_target(target, overwrite=overwrite)
             partial.replace(target)
             fsync_folder(target.parent)
 

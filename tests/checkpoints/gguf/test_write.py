@@ -13,6 +13,7 @@ import pytest
 
 from ingot.base.errors import Failed, WrongInput
 from ingot.base.processes import process_scope
+from ingot.checkpoints.gguf import write
 from ingot.checkpoints.gguf.families import ARCHITECTURES
 from ingot.checkpoints.gguf.write import export_gguf
 from ingot.cli.carry import write_gguf
@@ -133,6 +134,16 @@ def test_what_a_killed_export_left_is_removed_by_the_next(
     another.write_bytes(b"half")
     export_gguf(llama[0], tmp_path / "m.gguf", "f32", overwrite=False)
     assert sorted(tmp_path.iterdir()) == [another, tmp_path / "m.gguf"]
+
+
+def test_what_came_under_the_name_meanwhile_is_not_replaced(
+    llama: tuple[Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "m.gguf"
+    monkeypatch.setattr(write, "hold", lambda _: target.write_bytes(b"theirs"))
+    with pytest.raises(WrongInput, match=r"m\.gguf exists; choose another path"):
+        export_gguf(llama[0], target, "f32", overwrite=False)
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == {target: b"theirs"}
 
 
 def test_what_llama_cpp_would_compute_otherwise_is_refused(tmp_path: Path) -> None:
