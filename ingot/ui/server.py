@@ -133,9 +133,10 @@ def host_name(header: str) -> str:
 
 
 class Named(BaseModel, extra="forbid"):
-    """A registered name."""
+    """A registered name, and the version that the page shows as live (None: none; -1: any)."""
 
     name: str
+    instead_of: int | None = -1
 
 
 class Promotion(Named):
@@ -265,16 +266,28 @@ def _acting_routes(app: FastAPI, runs: RunsFolder, registry: LocalRegistry) -> N
             raise Refused(404, f"there is no registry in {runs.root}")
         return registry
 
+    def check_seen(body: Named) -> None:
+        live = registry.live(body.name)
+        number = None if live is None else live.number
+        if body.instead_of not in (-1, number):
+            now = "nothing" if number is None else f"v{number}"
+            raise Refused(
+                409, f"{now} is live as {body.name} by now, not what the page showed; look again"
+            )
+
     @app.post("/api/registry/promote")
     def promote(body: Promotion) -> Response:
         version = known().version(body.name, body.version)
         registry.check(version, checksums=True)
-        registry.point(body.name, version.number, BY_HAND)
+        check_seen(body)
+        registry.point(body.name, version.number, BY_HAND, instead_of=body.instead_of)
         return _answer({"live": version.number})
 
     @app.post("/api/registry/rollback")
     def back(body: Named) -> Response:
-        return _answer({"live": known().rollback(body.name, f"rolled back {BY_HAND}").number})
+        known()
+        check_seen(body)
+        return _answer({"live": registry.rollback(body.name, f"rolled back {BY_HAND}").number})
 
 
 def _answer(value: Any, status: int = 200) -> Response:

@@ -160,6 +160,17 @@ def test_acting_needs_the_token(tmp_path: Path) -> None:
         back = server.post("/api/registry/rollback", {"name": "python"}, **token)
         assert back.json() == {"live": 1}
         assert _live(server) == 1
+        # Somebody else made version 2 live since this page was drawn.
+        registry.point("python", 2, "gate: better")
+        for path, asked in (("rollback", {}), ("promote", {"version": 1})):
+            stale = {"name": "python", "instead_of": 1, **asked}
+            refused = server.post(f"/api/registry/{path}", stale, **token)
+            assert refused.status_code == 409
+            assert "v2 is live as python by now" in refused.json()["error"]
+        assert _live(server) == 2
+        assert server.post(
+            "/api/registry/rollback", {"name": "python", "instead_of": 2}, **token
+        ).json() == {"live": 1}
         unknown = server.post("/api/registry/promote", {**body, "version": 9}, **token)
         assert unknown.status_code == 409
         assert "no version 9" in unknown.json()["error"]
