@@ -94,8 +94,8 @@ def check_step(step: PipelineStep, recipe: Recipe, stamps: ExternalStamps) -> St
 
 def keeps_data(step: PipelineStep, recipe: Recipe, found: StepCheck) -> PipelineStepRecord | None:
     """The record of a data step that is left as it is though what it read outside the run folder
-    changed since: an unfinished training can only go on with the data that it began with, and
-    these are its own.
+    changed since, or ingot did: an unfinished training can only go on with the data that it began
+    with, and these are its own.
     """
     run = recipe.folder
     record = read_record(run.steps, step.verb) if step.verb in DATA_STEPS else None
@@ -103,7 +103,7 @@ def keeps_data(step: PipelineStep, recipe: Recipe, found: StepCheck) -> Pipeline
         return None
     same = all(
         record.knobs.get(key) == found.reads.get(key)
-        for key in (record.knobs.keys() | found.reads.keys()) - {"outside", "folders"}
+        for key in (record.knobs.keys() | found.reads.keys()) - {"outside", "folders", "ingot"}
     )
     return record if same and is_of_unfinished(run, record) else None
 
@@ -242,11 +242,13 @@ def step_inputs(
             )
             for folder in folders
         }
-    if step.verb in stamps:
-        stands = last is not None and _data_stands(step, recipe, last, reads)
-        known = last.knobs.get("outside") if last is not None and stands else None
-        reads["outside"] = _or_as_read(step, partial(stamps[step.verb], recipe), known)
     reads["ingot"] = ingot.__version__
+    if step.verb in stamps:
+        known = None
+        if last is not None and "outside" in last.knobs and _data_stands(step, recipe, last, reads):
+            # With the version that read it: this one cannot read what does not answer.
+            known = {key: last.knobs.get(key) for key in ("outside", "ingot")}
+        reads |= _or_as_read(step, lambda: {"outside": stamps[step.verb](recipe)}, known)
     return _as_stored(reads)
 
 

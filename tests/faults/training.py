@@ -1553,6 +1553,22 @@ FAULTS = [
         "tests/pipeline/test_perform.py",
     ),
     Fault(
+        "upgrade-renews-data",
+        "ingot/pipeline/incremental.py",
+        '{"outside", "folders", "ingot"}',
+        '{"outside", "folders"}',
+        "an upgrade of ingot replaces the data of an unfinished training by others, which it then refuses",
+        "tests/pipeline/test_perform.py",
+    ),
+    Fault(
+        "upgrade-asks-again",
+        "ingot/pipeline/incremental.py",
+        'for key in ("outside", "ingot")}',
+        'for key in ("outside",)}',
+        "after an upgrade of ingot a run of which everything is there wants its sources once more",
+        "tests/pipeline/test_perform.py",
+    ),
+    Fault(
         "adapter-outlives-its-model",
         "ingot/train/finish.py",
         "    elif read_lineage(run.adapter) is not None:",

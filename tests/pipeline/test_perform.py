@@ -139,6 +139,7 @@ def test_what_was_read_stands_while_its_source_does_not_answer(
     recipe_with: Callable[..., Recipe],
     served: ThreadingHTTPServer,
     capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     address = f"http://127.0.0.1:{served.server_port}/documents.jsonl"
     far = f"data.train=[{{source: '{address}'}}]"
@@ -149,6 +150,9 @@ def test_what_was_read_stands_while_its_source_does_not_answer(
     assert _ingest(recipe) == record
     told = capsys.readouterr().err
     assert re.search(f"ingest: .*{address}: no such file .*; what was read of it before is", told)
+    with monkeypatch.context() as newer:
+        newer.setattr(ingot, "__version__", "9.9")
+        assert _ingest(recipe) == record, "which cannot be read again by a newer version either"
     with pytest.raises(WrongInput, match="check the address"):
         _reasons(recipe_with(far, "data.on_bad=stop"))
     (recipe.folder.raw / "train-00000.parquet").unlink()
@@ -477,7 +481,7 @@ def test_a_run_that_was_trained_again_since_is_told_where_a_training_began_with_
 
 
 def test_an_unfinished_training_keeps_no_data_but_its_own(
-    recipe_with: Callable[..., Recipe], documents: Path
+    recipe_with: Callable[..., Recipe], documents: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Others that were made by hand would be kept for it, and refused by it, each time."""
     recipe, ours = recipe_with(), documents.read_text()
@@ -495,6 +499,9 @@ def test_an_unfinished_training_keeps_no_data_but_its_own(
     _checkpoint(run, 4, "own", finished=False, identity={"data": "ours"})
     documents.write_text('{"text": "other"}\n')
     assert is_kept()
+    with monkeypatch.context() as newer:
+        newer.setattr(ingot, "__version__", "9.9")
+        assert is_kept(), "ingot was upgraded meanwhile"
     _ingest(recipe)
     documents.write_text(ours)
     assert not is_kept(), "prepare has not read them"
