@@ -126,7 +126,7 @@ def test_a_command_on_the_smallest_model(command: str, smallest: Path) -> None:
             del variables["INGOT_DATA__TRAIN"]
             variables["INGOT_TRAIN__GLOBAL_BATCH"] = "16"
         done = ingot(*arguments, cwd=smallest, COLUMNS="200", **variables)
-        assert done.returncode == 0, done.stderr
+        assert done.returncode == 0, done.stdout + done.stderr  # a proof says there what fails
         out = done.stdout
     else:
         out = shell(command, smallest, **SMALLEST)
