@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Literal
 
@@ -118,6 +119,30 @@ def test_check_refuses_rewards_that_cannot_work_here(tmp_path: Path) -> None:
     assert "reward http: key_variable NOT_SET is not set" in told
     assert "two rewards are called length" in told
     assert "NOT_SET" not in "\n".join(findings(recipe, values, ["prepare"]).wrong)
+
+
+@pytest.mark.parametrize(
+    ("place", "way"),
+    [
+        ("kind: ssh, ssh: {hosts: [a]}", "export it here"),
+        ("kind: vertex", r"set cloud.secrets=\{JUDGE: secret:NAME\}"),
+    ],
+)
+def test_check_tells_of_keys_that_come_to_no_node(
+    place: str, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judge = "\n    - {kind: http, url: 'http://h/', key_variable: JUDGE}\n"
+
+    def told(more: str = "") -> list[str]:
+        text = f"{RECIPE.rstrip()}{judge}launch: {{{place}{more}}}\n"
+        recipe, values = read_with_origins([str(write_recipe(tmp_path, text))])
+        return [line for line in findings(recipe, values, ["train"]).unknown if "JUDGE" in line]
+
+    (line,) = told()
+    assert re.search(rf"key_variable JUDGE comes to no node .*; {way}", line)
+    assert told(", environment: {JUDGE: word}") == []
+    monkeypatch.setenv("JUDGE", "word")
+    assert bool(told()) == ("cloud" in way)
 
 
 def write_recipe(folder: Path, text: str = RECIPE) -> Path:

@@ -903,6 +903,14 @@ FAULTS = [
         "tests/base/remote/test_bucket.py",
     ),
     Fault(
+        "keys-of-judges-not-over-ssh",
+        "ingot/launch/places/ssh.py",
+        "        job = with_named_secrets(self.recipe, job)\n        root, names",
+        "        root, names",
+        "a training by ssh fails once its machines run: the key of a judge stayed where it was typed",
+        "tests/launch/places/test_ssh.py",
+    ),
+    Fault(
         "keys-of-judges-in-slurms-spool",
         "ingot/launch/places/slurm.py",
         """run on Slurm: {'; '.join(reasons)}")

@@ -8,7 +8,8 @@ are reported as not checked, never passed silently.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import os
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -35,6 +36,7 @@ from ingot.config.load import RecipeErrors, read_with_origins, without_errors
 from ingot.config.recipe import Recipe
 from ingot.config.sections.data import SourceSettings
 from ingot.config.sections.measured import is_measured, is_tail, metrics_of
+from ingot.config.sections.rewards import RewardSettings
 from ingot.config.values import Findings, Values
 from ingot.data.sources.find import find_source, recipe_sources
 from ingot.evaluate.sources import source_names
@@ -197,15 +199,38 @@ def _check_cleaning(recipe: Recipe, found: Findings) -> None:
 
 
 def _check_rewards(recipe: Recipe, verbs: Collection[str], found: Findings) -> None:
-    """Check that the rewards of what runs on this machine can work on it."""
+    """Check that the rewards of what runs on this machine can work on it; of what runs elsewhere,
+    that their keys come along.
+    """
     places: list[tuple[str, Any, str]] = [("train", recipe.objective, "objective")]
     places += [
         ("evaluate", task, f"evaluate.tasks.{number}") for number, task in enumerate(recipe.tasks)
     ]
     for verb, place, knob in places:
         rewards = getattr(place, "rewards", None)
-        if rewards and verb in verbs and recipe.at(verb).launch.kind == "local":
+        if not rewards or verb not in verbs:
+            continue
+        if recipe.at(verb).launch.kind == "local":
             found.ask(check_rewards, rewards, at=f"{knob}.rewards")
+            continue
+        for told in _keys_left_behind(recipe, verb, rewards):
+            found.skip(told, f"{knob}.rewards")
+
+
+def _keys_left_behind(
+    recipe: Recipe, verb: str, rewards: Sequence[RewardSettings]
+) -> Iterator[str]:
+    """Of each key of a server that judges how to hand it on, where nodes elsewhere do not get it
+    from here. They may have it by themselves.
+    """
+    launch = recipe.at(verb).launch
+    handed_on = launch.kind in ("ssh", "slurm")
+    given = {*launch.environment, *recipe.cloud.secrets, *(os.environ if handed_on else ())}
+    for reward in rewards:
+        key = getattr(reward, "key_variable", None)
+        if key is not None and key not in given:
+            way = "export it here" if handed_on else f"set cloud.secrets={{{key}: secret:NAME}}"
+            yield f"key_variable {key} comes to no node from here; {way}, or have it there"
 
 
 def _check_gate(recipe: Recipe, found: Findings) -> None:

@@ -36,6 +36,7 @@ from ingot.launch.places.node_commands import (
     secret_values,
     shared_disk_command,
     shared_disk_reasons,
+    with_named_secrets,
     working_folder,
 )
 from ingot.launch.rendezvous import EXIT, Rendezvous, SignalsByNote, state_by_notes
@@ -89,6 +90,7 @@ class SshLauncher(SignalsByNote):
 
     def render(self, job: Job) -> str:
         """See `Launcher`: the ssh command lines."""
+        job = with_named_secrets(self.recipe, job)
         secrets = f"; over standard input: {', '.join(job.secrets)}" if job.secrets else ""
         lines = [f"# {job.name} on {job.nodes} host{'s' * (job.nodes > 1)}{secrets}"]
         code = ssh_hosts.packed_code()[0] if self.recipe.launch.code == "sync" else None
@@ -104,6 +106,7 @@ class SshLauncher(SignalsByNote):
         """
         if reasons := self.can(job):
             raise WrongInput(f"{job.name} cannot run by ssh: {'; '.join(reasons)}")
+        job = with_named_secrets(self.recipe, job)
         root, names = self.recipe.folder.root, self._hosts(job)
         if (earlier := find_handle(root, job.name, KIND)) is not None:
             self._end_earlier(earlier)

@@ -581,6 +581,35 @@ def test_what_is_wrong_with_a_host_is_one_line_and_nothing_is_started(
 
 
 @pytest.mark.drawn("a launcher of ssh that goes")
+def test_a_key_that_the_recipe_names_comes_to_the_ranks(
+    tmp_path: Path, hosts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over standard input, as those of `launch.secrets` do: a judge is asked with it."""
+    monkeypatch.setenv("JUDGE", SECRET)
+    judge = {"kind": "http", "url": "http://127.0.0.1:9/", "key_variable": "JUDGE", "retries": 0}
+    recipe = on_hosts(
+        tmp_path,
+        hosts,
+        launch__nodes=1,
+        launch__folder=str(tmp_path),
+        objective={"kind": "grpo", "group": 2, "rewards": [judge]},
+    )
+    samples = tmp_path / "samples.jsonl"
+    samples.write_text('{"prompt": "a", "answer": "b", "reference": "c"}\n')
+    argv = ("show", "rewards", str(written(tmp_path, recipe)), "--samples", str(samples))
+    meet = recipe.folder.root / "jobs" / "train-1"
+    meet.mkdir(parents=True)
+    job = Job("train", argv, 1, 1, recipe.launch.variables, rendezvous=str(meet))
+    launcher = SshLauncher(recipe)
+    assert "over standard input: JUDGE" in launcher.render(job)
+    handle = launcher.submit(job)
+    deadline = time.monotonic() + 100
+    while launcher.status(handle) in ("queued", "running") and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert "http failed on 1 of 1" in Path(handle.log).read_text()
+    assert secret_in(tmp_path) == []
+
+
 def test_a_port_that_is_taken_is_named_and_the_other_host_is_ended(root: Path, hosts: Path) -> None:
     with socket.socket() as listener:
         listener.bind(("", 0))
