@@ -179,8 +179,15 @@ def own_python(python: str | None = None) -> list[str]:
     would take the place of its own, or a `datasets.py` that of the library. So it is told not to,
     unless this process finds modules there too, as one of a checkout that is not installed does.
     """
+    return [python or sys.executable, *(["-P"] if safe_path() else [])]
+
+
+def safe_path() -> dict[str, str]:
+    """The variable that tells an interpreter what `own_python` does. One of another environment may
+    be older than 3.11: it passes over the variable, and knows no `-P`.
+    """
     finds_here = {"", os.getcwd()} & {*sys.path}
-    return [python or sys.executable, *([] if finds_here else ["-P"])]
+    return {} if finds_here else {"PYTHONSAFEPATH": "1"}
 
 
 def python_with_module(python: str | None, module: str) -> str:
@@ -202,6 +209,7 @@ def run_python(python: str, code: str, module: str) -> subprocess.CompletedProce
     try:
         return subprocess.run(
             [python, "-c", code],
+            env={**os.environ, **safe_path()},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

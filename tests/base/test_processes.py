@@ -62,11 +62,13 @@ def test_what_we_start_finds_modules_where_we_do(
     monkeypatch.chdir(tmp_path)
     run = [*processes.own_python(), "-m", "this"]
     assert "Zen" in subprocess.check_output(run, text=True)
+    assert "Zen" in processes.run_python(sys.executable, "import this", "this").stdout
     for here in ("", str(tmp_path)):
         with monkeypatch.context() as patch:
             patch.setattr(sys, "path", [here, *sys.path])
             run = [*processes.own_python(), "-m", "this"]
-        assert subprocess.check_output(run, text=True) == "a file of mine\n"
+            found = processes.run_python(sys.executable, "import this", "this").stdout
+        assert found == subprocess.check_output(run, text=True) == "a file of mine\n"
 
 
 @pytest.fixture

@@ -410,8 +410,8 @@ FAULTS = [
     Fault(
         "adopted-adapter-elsewhere",
         "ingot/adopt/trl.py",
-        "usual, TARGETS, undropped)",
-        "usual, (), undropped)",
+        "targets=TARGETS,",
+        "targets=(),",
         "an adopted adapter trains other layers than TRL did",
         "tests/adopt/test_tuner_adapters.py",
     ),
@@ -1011,8 +1011,8 @@ FAULTS = [
     Fault(
         "adopted-adapter-of-another-scale",
         "ingot/adopt/trl.py",
-        "KEYS, 16, ALPHA, usual",
-        "KEYS, 16, None, usual",
+        "alpha=ALPHA,",
+        "alpha=None,",
         "an adopted adapter is scaled otherwise than TRL scales it unless told",
         "tests/adopt/test_tuner_adapters.py",
     ),
@@ -1163,7 +1163,7 @@ FAULTS = [
     Fault(
         "file-in-place-of-a-library",
         "ingot/base/processes.py",
-        '*([] if finds_here else ["-P"])]',
+        '*(["-P"] if safe_path() else [])]',
         "]",
         "a run works with somebody's random.py or datasets.py in the place of the library",
         "tests/base/test_processes.py",

@@ -18,6 +18,7 @@ import jinja2
 
 from ingot.base.errors import WrongInput
 from ingot.base.markers import fingerprint
+from ingot.base.processes import own_python
 from ingot.base.progress import duration
 from ingot.cloud.instances import label, user_labels
 from ingot.cloud.machines import accelerators_of, check_machine
@@ -68,7 +69,7 @@ def interpreter(recipe: Recipe) -> str:
 def shared_disk_command(recipe: Recipe, job: Job, python: str, *options: str) -> list[str]:
     """The command line of a node that shares our disk, run in `working_folder`."""
     return [
-        python,
+        *own_python(python),
         "-m",
         MODULE,
         *_rendezvous_options(recipe, path_on_nodes(job.rendezvous)),

@@ -19,6 +19,7 @@ from typing import TypeVar
 
 import ingot
 from ingot.base.errors import Failed, IngotError, WrongInput
+from ingot.base.processes import safe_path
 from ingot.base.progress import say
 from ingot.launch.job import Handle
 from ingot.launch.rendezvous import ARRIVED, EXIT, Rendezvous
@@ -170,6 +171,8 @@ def check_host(
     cannot be reached.
     """
     export = f"export PYTHONPATH={path}; " if path else ""
+    # An interpreter that is too old to run ingot would not say so of `-P`.
+    export += "".join(f"export {name}={value}; " for name, value in safe_path().items())
     probe = "import sys; sys.version_info < (3, 11) and sys.exit(93); import ingot.launch.node.main"
     script = (
         f"{ON_LINUX}cd {shlex.quote(folder)} 2>/dev/null || exit {NO_FOLDER}; command -v"

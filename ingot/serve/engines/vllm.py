@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from ingot.base.hostmemory import host_memory
-from ingot.base.processes import python_with_module
+from ingot.base.processes import python_with_module, safe_path
 from ingot.config.models.content import check_content
 from ingot.config.models.source import model_config
 from ingot.config.sections.deployment import Serve
@@ -136,7 +136,7 @@ def vllm_command(
         "vLLM",
         argv,
         f"http://{url_host(reachable)}:{port}/health",
-        quiet_environment(os.environ),
+        quiet_environment(os.environ) | safe_path(),
         secrets,
     )
 

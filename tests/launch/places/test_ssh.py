@@ -584,8 +584,12 @@ def test_what_is_wrong_with_a_host_is_one_line_and_nothing_is_started(
 def test_a_key_that_the_recipe_names_comes_to_the_ranks(
     tmp_path: Path, hosts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Over standard input, as those of `launch.secrets` do: a judge is asked with it."""
+    """Over standard input, as those of `launch.secrets` do: a judge is asked with it. A file of
+    their working folder takes the place of no library.
+    """
     monkeypatch.setenv("JUDGE", SECRET)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "random.py").write_text("raise SystemExit('a file of mine')")
     judge = {"kind": "http", "url": "http://127.0.0.1:9/", "key_variable": "JUDGE", "retries": 0}
     recipe = on_hosts(
         tmp_path,

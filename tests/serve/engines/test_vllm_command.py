@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -45,6 +48,20 @@ def test_vllm_computes_in_float32_where_it_can(
     assert given() == dtype
     assert given(compute="bf16") == "bfloat16"
     assert given(compute="fp32") == "float32"
+
+
+def test_vllm_is_started_where_no_file_of_mine_takes_the_place_of_a_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Told by a variable: its interpreter may be too old for an option."""
+    folder = make_folder(tmp_path / "model")
+    (tmp_path / "this.py").write_text("print('a file of mine')")
+    monkeypatch.chdir(tmp_path)
+    made = vllm.vllm_command(sys.executable, folder, Serve(), "model", "127.0.0.1", 1, None)
+    run = [made.argv[0], "-m", "this"]
+    assert subprocess.check_output(run, text=True) == "a file of mine\n"
+    environment = {**os.environ, **made.environment}
+    assert "Zen" in subprocess.check_output(run, env=environment, text=True)
 
 
 @pytest.mark.parametrize(
