@@ -173,20 +173,26 @@ def test_a_save_waits_for_the_one_before_and_says_that_it_lives(
 ) -> None:
     monkeypatch.setattr(saving, "WAIT_INTERVAL_S", 0.02)
     masters, optimizer = trained(0)
-    said: list[float] = []
-    saver = Saver(tmp_path, ALONE, asynchronous=True, on_wait=lambda: said.append(time.monotonic()))
+    said, gates = list[float](), list[threading.Event]()
+
+    def on_wait() -> None:
+        said.append(time.monotonic())
+        if len(said) == 5:
+            gates[0].set()
+
+    saver = Saver(tmp_path, ALONE, asynchronous=True, on_wait=on_wait)
     with gate() as opened:
+        gates.append(opened)
         saver.save(1, masters, optimizer, {}, keep=5, best=None)
         assert not said
         first = state_of(masters, optimizer)
         train(masters, optimizer)
-        threading.Timer(0.3, opened.set).start()
         saver.save(2, masters, optimizer, {}, keep=5, best=None)
-        assert len(said) > 3
+        assert len(said) >= 5
         assert [item.step for item in saver.done()] == [1]
         train(masters, optimizer)
         [second] = saver.wait()
-    assert second.blocked_s > 0.25
+    assert second.blocked_s > said[4] - said[0] > 0
     saver.close()
     for path in step_folder(tmp_path, 2).iterdir():
         path.unlink()

@@ -32,7 +32,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 
 @pytest.fixture
 def bucket(server: Server) -> Bucket:
-    return open_bucket("gs://bucket/runs/one", patience_s=5)
+    return open_bucket("gs://bucket/runs/one", patience_s=60)
 
 
 def until(condition: Callable[[], bool], limit_s: float = 20.0) -> None:
