@@ -287,12 +287,10 @@ def _checkpoint_hook(
         mirror=process.bucket,
         on_wait=process.heart.beat,
     )
-    average = recipe.train.average
     return CheckpointHook(
         saver,
         state,
-        recipe.folder,
-        recipe.checkpoint,
+        recipe,
         _recurrence(fields.setup, recipe.checkpoint.every),
         fields.evaluation,
         fields,
@@ -302,7 +300,6 @@ def _checkpoint_hook(
         first,
         fields.setup.last,
         start=start,
-        averaged=0 if average is None else average.needs_kept,
         is_main=mesh.is_main,
     )
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ingot.base.runfolder import RunFolder
 from ingot.base.runlog import flush_lines
 from ingot.checkpoints.saver import Saved, Saver
 from ingot.checkpoints.state import training_tensors
 from ingot.checkpoints.store import CommittedCheckpoint, retain
-from ingot.config.sections.checkpoint import Checkpoint
+from ingot.config.recipe import Recipe
 from ingot.train.build import TrainState
 from ingot.train.evaluation import EvaluateHook
 from ingot.train.goodput import TimeAccount
@@ -19,9 +18,9 @@ from ingot.train.step import StepInfo
 
 
 class CheckpointHook:
-    """Saves at the recurrence `every` and at each best evaluation, keeping at most `keep`
-    checkpoints, the best one, and the newest `averaged` that were due; `finish` is called after the
-    loop, which starts after step `first` and ends with step `last`.
+    """Saves at the recurrence `every` and at each best evaluation, keeping as many checkpoints as
+    the recipe says, the best one, and the newest that were due of which an average is made;
+    `finish` is called after the loop, which starts after step `first` and ends with step `last`.
 
     `payload` supplies further fields that a resumed run needs, `decided` those of them that change
     without a step; `start` is the checkpoint that training goes on from.
@@ -31,8 +30,7 @@ class CheckpointHook:
         self,
         saver: Saver,
         train_state: TrainState,
-        run: RunFolder,
-        knobs: Checkpoint,
+        recipe: Recipe,
         every: Recurrence,
         stopper: EvaluateHook,
         payload: Callable[[int], Mapping[str, Any]],
@@ -43,20 +41,21 @@ class CheckpointHook:
         last: int,
         *,
         start: CommittedCheckpoint | None = None,
-        averaged: int = 0,
         is_main: bool,
     ) -> None:
-        self.saver, self.train_state, self.run, self.knobs = saver, train_state, run, knobs
+        self.saver, self.train_state = saver, train_state
+        self.run, self.knobs = recipe.folder, recipe.checkpoint
         self.stopper, self.payload, self.account = stopper, payload, account
         self._decided, self._judge, self._start = decided, judge, start
         self.every, self.is_main = every, is_main
         self.saved = first
         """The step of the newest checkpoint whose save has started."""
-        self._last, self._averaged = last, averaged
+        average = recipe.train.average
+        self._last, self._averaged = last, 0 if average is None else average.needs_kept
         self._due = self._waits = start is not None and bool(start.commit["waiting"])
         self._is_saving, self._has_begun = False, False
         # Only saves beside training copy the state, and want room for that.
-        self._copies = knobs.best is not None or every.may_be_due(first, last)
+        self._copies = self.knobs.best is not None or every.may_be_due(first, last)
 
     def after_step(self, info: StepInfo) -> bool:
         if not self._has_begun:
