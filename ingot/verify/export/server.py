@@ -228,12 +228,7 @@ def check_encoder(
             )
         if gap >= largest:
             largest, where = gap, text
-    detail = (
-        f"{len(answers)} texts: probabilities differ by up to {largest:.1e} (bound {bound:.1e})"
-    )
-    return Check(
-        SERVER, largest <= bound, detail if largest <= bound else f"{detail} at {where[:40]!r}"
-    )
+    return _bounded(f"{len(answers)} texts", largest, bound, where)
 
 
 def check_masks(
@@ -254,10 +249,15 @@ def check_masks(
         gap = max(gap, float(wanted.max()) - choices[0]["score"])
         if gap >= largest:
             largest, where = gap, text
-    detail = f"{len(asked)} masks: probabilities differ by up to {largest:.1e} (bound {bound:.1e})"
-    return Check(
-        SERVER, largest <= bound, detail if largest <= bound else f"{detail} at {where[:40]!r}"
-    )
+    return _bounded(f"{len(asked)} masks", largest, bound, where)
+
+
+def _bounded(what: str, largest: float, bound: float, where: str) -> Check:
+    """The check of probabilities that differ by `largest` at most, in the text `where`."""
+    detail = f"{what}: probabilities differ by up to {largest:.1e} (bound {bound:.1e})"
+    if largest <= bound:
+        return Check(SERVER, True, detail)
+    return Check(SERVER, False, f"{detail} at {where[:40]!r}")
 
 
 def _with_mask(text: str, mask: str) -> str:
