@@ -249,31 +249,33 @@ def lock_holder(folder: Path, name: str = "lock") -> int | None:
     """The process that holds `folder/.name`, or None. Read-only, so it never keeps a run from
     starting.
 
-    Reads the kernel's table of locks, and without one (not Linux) tries the lock for a moment; on a
-    disk without locks a live process with the recorded id counts as the holder.
+    Reads the kernel's table of locks, and without one (not Linux) tries the lock for a moment, as
+    for a process that is not seen here: of another container or machine. On a disk without locks a
+    live process with the recorded id counts as the holder.
     """
     path = folder / f".{name}"
     try:
         process, inode = int(path.read_text()), path.stat().st_ino
     except (OSError, ValueError):
         return None
-    if not is_alive(process):
-        return None
-    if not TABLE.exists():
-        return process if _is_locked(path) else None
-    held = any(
+    alive = is_alive(process)
+    if alive and not TABLE.exists():
+        return process if _is_locked(path, otherwise=True) else None
+    held = alive and any(
         f":{inode} " in line and " FLOCK " in line for line in TABLE.read_text().splitlines()
     )
-    return process if held else None
+    return process if held or _is_locked(path, otherwise=False) else None
 
 
-def _is_locked(path: Path) -> bool:
-    """Whether a lock is held as far as trying it tells. Together with others that ask: they are no
-    holders.
+def _is_locked(path: Path, *, otherwise: bool) -> bool:
+    """Whether a lock is held as far as trying it tells; `otherwise`: on a disk without locks.
+    Together with others that ask: they are no holders.
     """
     with path.open("rb") as stream:
         try:
             fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             return True
+        except OSError:
+            return otherwise
     return False

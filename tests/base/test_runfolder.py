@@ -105,6 +105,22 @@ def test_beside_a_run_goes_only_what_it_started(
         subprocess.run([sys.executable, "-c", STARTED, str(tmp_path)], check=True)
 
 
+def test_a_run_of_another_container_is_at_work_as_well(tmp_path: Path) -> None:
+    """Its process cannot be seen here, or its id is that of another one."""
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    for process in (ended.pid, os.getppid()):
+        with held_elsewhere(tmp_path, RUN_LOCK):
+            (tmp_path / f".{RUN_LOCK}").write_text(str(process))
+            assert lock_holder(tmp_path, RUN_LOCK) == process
+        assert lock_holder(tmp_path, RUN_LOCK) is None
+    (tmp_path / f".{RUN_LOCK}").write_text(str(ended.pid))
+    with (tmp_path / f".{RUN_LOCK}").open("rb") as theirs:
+        fcntl.flock(theirs, fcntl.LOCK_EX)
+        with pytest.raises(Failed, match=f"in use by process {ended.pid}; wait for it"):
+            check_no_other_run(tmp_path)
+
+
 def test_the_lock_is_free_again_after_an_error(tmp_path: Path) -> None:
     for _ in range(2):
         with pytest.raises(KeyError), folder_lock(tmp_path):

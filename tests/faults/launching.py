@@ -511,7 +511,7 @@ FAULTS = [
     Fault(
         "a-dead-runs-id-holds-its-lock",
         "ingot/base/runfolder.py",
-        "return process if _is_locked(path) else None",
+        "return process if _is_locked(path, otherwise=True) else None",
         "return process",
         "on a Mac a killed run's folder is held by whatever has its id now, which is to be stopped",
         "tests/base/test_runfolder.py",
@@ -563,5 +563,13 @@ FAULTS = [
         "self._starts_without_progress = (self._starts_without_progress, 0)[progress] + 1",
         "a training that is preempted is given up a start earlier than is told",
         "tests/launch/supervisor/test_remote_attempt.py",
+    ),
+    Fault(
+        "a-run-of-another-container",
+        "ingot/base/runfolder.py",
+        "return process if held or _is_locked(path, otherwise=False) else None",
+        "return process if held else None",
+        "a verb takes the folder from between two steps of a run in another container or on another machine",
+        "tests/base/test_runfolder.py",
     ),
 ]
