@@ -120,8 +120,8 @@ class Rendezvous:
         if self._bucket is not None:
             self._bucket.put(name, text)
             return
-        # Not `write_atomic`, which removes temporary files of dead processes: processes of other
-        # machines look dead from here.
+        # Not `write_atomic`, which removes temporary files of dead processes: where the disk passes
+        # no locks on, processes of other machines look dead from here.
         with atomic_file(Path(self.place) / name) as stream:
             stream.write(text)
 
