@@ -7,6 +7,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import copyreg
+import errno
 import os
 import signal
 import sys
@@ -21,6 +22,13 @@ EXIT_FAILED = 1
 EXIT_WRONG_INPUT = 2
 EXIT_KEEP = 3
 EXIT_STOPPED = 75
+
+NO_ROOM = {
+    errno.ENOSPC: "disk full{}; make space",
+    errno.EDQUOT: "disk full{}; make space",  # what this user may have of it
+    errno.EFBIG: "no file may grow so large{}; lift the limit (`ulimit -f`)",
+}
+"""What is said, and is to be done, where a file finds no room; `{}` names the file."""
 
 
 class IngotError(Exception):

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TextIO
 
 from ingot.base.environment import RESULTS_VARIABLE
+from ingot.base.errors import NO_ROOM
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
@@ -20,8 +21,6 @@ PLAIN_EVERY_S = 5.0
 BAR_WIDTH = 20
 READER_GONE = (errno.EPIPE, errno.ECONNRESET, errno.EIO)
 """Of a pipe or connection, of a connection that was cut, and of a terminal."""
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Of a device, of what a user may take of it, and of a file that may not grow (`ulimit -f`)."""
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 """All but tabs and line feeds; those that turn the direction of writing too."""
 

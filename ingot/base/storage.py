@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
-from ingot.base.errors import Failed, WrongInput
+from ingot.base.errors import NO_ROOM, Failed, WrongInput
 from ingot.base.listing import files_below, is_there, names_like
 from ingot.base.locks import hold, is_held
 from ingot.base.processes import is_alive, process_scope
@@ -359,11 +359,9 @@ def disk_errors(path: str | os.PathLike[str]) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise Failed(
-                f"disk full while writing {os.fspath(path)}; make space and run the same command"
-                " again"
-            ) from error
+        if said := NO_ROOM.get(error.errno or 0):
+            said = said.format(f" while writing {os.fspath(path)}")
+            raise Failed(f"{said} and run the same command again") from error
         if error.errno in (errno.EEXIST, errno.ENOTDIR, errno.EISDIR):
             tried = Path(error.filename2 or error.filename or path)
             obstacle = next(

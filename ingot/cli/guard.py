@@ -19,6 +19,7 @@ from ingot.base.errors import (
     EXIT_FAILED,
     EXIT_STOPPED,
     EXIT_WRONG_INPUT,
+    NO_ROOM,
     IngotError,
     one_line,
 )
@@ -155,8 +156,8 @@ def _first_line(error: Exception) -> str:
 def _os_error(error: OSError) -> str:
     """Operating-system errors that users can do something about, as a message."""
     of = f" ({error.filename})" if error.filename else ""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return f"disk full{of}; make space and run the same command again"
+    if said := NO_ROOM.get(error.errno or 0):
+        return f"{said.format(of)} and run the same command again"
     if error.errno in (errno.EACCES, errno.EPERM) and of:
         return f"this user may not read or write {error.filename}; ask its owner, or chmod"
     if error.errno == errno.EADDRINUSE:

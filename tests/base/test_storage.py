@@ -214,6 +214,7 @@ def test_an_unwritable_place_is_named_with_what_to_do(tmp_path: Path) -> None:
     [
         (errno.ENOSPC, Failed, "disk full while writing /x/y; make space"),
         (errno.EDQUOT, Failed, "disk full"),
+        (errno.EFBIG, Failed, "no file may grow so large while writing /x/y; lift the limit"),
         (errno.EROFS, WrongInput, "choose another place, for a run by `output`"),
         (errno.EACCES, WrongInput, "^/x/y cannot be written .*; make it writable for this user"),
         (errno.EIO, OSError, "Input/output"),
