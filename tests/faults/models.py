@@ -878,6 +878,14 @@ FAULTS = [
         "tests/checkpoints/gguf/test_write.py",
     ),
     Fault(
+        "gguf-without-room-and-reason",
+        "ingot/checkpoints/gguf/write.py",
+        "        if error.errno is None:",
+        "        if False:",
+        "an export to GGUF that finds no room on the disk says how many bytes it asked for alone",
+        "tests/checkpoints/gguf/test_write.py",
+    ),
+    Fault(
         "gguf-any-tokenizer",
         "ingot/checkpoints/gguf/vocabulary.py",
         '        raise _unknown(tokenizer, f"it splits by {expression[:60]!r}")',

@@ -197,10 +197,10 @@ class _GgufModel:
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
         if self.factors is not None:
-            writer.write_tensor_data(self.factors.numpy())
+            _write_tensor(writer, self.factors.numpy(), path)
         for own, tensor in self.tensors():
             values = stored(own, tensor, self.model.config, self.architecture)
-            writer.write_tensor_data(self._encoded(own, values, kind))
+            _write_tensor(writer, self._encoded(own, values, kind), path)
         writer.close()
 
     def _encoded(self, own: str, values: Tensor, kind: str) -> Array:
@@ -242,6 +242,16 @@ class _GgufModel:
                 wanted = wanted + self.model.config.norm_offset
             if not _is_near(found, wanted, read.tensor_type.name):
                 raise _differs(path, read.name)
+
+
+def _write_tensor(writer: Any, tensor: Array, path: Path) -> None:
+    try:
+        writer.write_tensor_data(tensor)
+    except OSError as error:
+        if error.errno is None:  # numpy's, without the reason: the system gives it to who asks
+            with path.open("ab") as stream:
+                stream.write(tensor.data)
+        raise
 
 
 def _type_of(shape: tuple[int, ...], kind: str) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import stat
 import subprocess
 from pathlib import Path
@@ -144,6 +145,21 @@ def test_what_came_under_the_name_meanwhile_is_not_replaced(
     with pytest.raises(WrongInput, match=r"m\.gguf exists; choose another path"):
         export_gguf(llama[0], target, "f32", overwrite=False)
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == {target: b"theirs"}
+
+
+def test_a_file_that_finds_no_room_says_so(llama: tuple[Path, Any], tmp_path: Path) -> None:
+    """numpy, which writes the tensors, tells bytes and no reason."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    export_gguf(llama[0], tmp_path / "whole.gguf", "f32", overwrite=False)
+    most = (tmp_path / "whole.gguf").stat().st_size // 2
+    refused = pytest.raises(Failed, match=r"^no file may grow so large while writing .*/m\.gguf;")
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, limits[1]))
+        with refused:
+            export_gguf(llama[0], tmp_path / "m.gguf", "f32", overwrite=False)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [path.name for path in tmp_path.iterdir()] == ["whole.gguf"]
 
 
 def test_what_llama_cpp_would_compute_otherwise_is_refused(tmp_path: Path) -> None:
