@@ -99,6 +99,17 @@ def processor_name() -> str:
     return next(models, "CPU")
 
 
+def check_decoded(text: str, what: str) -> None:
+    """Raises WrongInput where what was typed, or a variable, has bytes that this process could not
+    read as text: Python puts halves of surrogate pairs in their place.
+    """
+    if re.search("[\udc80-\udcff]", text):
+        raise WrongInput(
+            f"{what} has bytes that are not UTF-8, or that the locale does not read so; give UTF-8,"
+            " and set LC_ALL=C.UTF-8 where the locale is another"
+        )
+
+
 def install_command(apt: str, brew: str) -> str:
     """The command that installs a package on this system, by its name for apt or for brew."""
     return f"brew install {brew}" if sys.platform == "darwin" else f"apt install {apt}"

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from ingot.base.environment import holds_secret
+from ingot.base.environment import check_decoded, holds_secret
 from ingot.base.errors import WrongInput
 from ingot.base.progress import say
 from ingot.config.documents import MERGE, Constructor, compose, dump, typed_value
@@ -273,6 +273,7 @@ def recipe_values(recipe: Recipe) -> dict[str, Any]:
 
 
 def _scalar(text: str, where: str) -> Any:
+    check_decoded(text, f"{where}: the value")
     try:
         return typed_value(text)
     except (

@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 
+from ingot.base.environment import check_decoded
 from ingot.base.errors import Failed, WrongInput
 from ingot.base.progress import say
 from ingot.base.server import environment_for
@@ -76,8 +77,10 @@ class PredictOptions:
 
 def check_characters(what: str, value: object) -> None:
     """Raises WrongInput if a text, or one within messages, holds what no UTF-8 can say."""
+    said = json.dumps(value, ensure_ascii=False, default=str)
+    check_decoded(said, what)
     try:
-        json.dumps(value, ensure_ascii=False, default=str).encode()
+        said.encode()
     except UnicodeEncodeError:
         raise WrongInput(f"{what} holds half of a surrogate pair; give whole characters") from None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,7 @@ def test_predict_samples_by_its_seed(model_folder: Path) -> None:
         ("x" * 5000, {}, "positions"),
         ("the", {"max_tokens": 0}, "max_tokens is 0"),
         ("the", {"chat": True}, "template"),
+        (os.fsdecode(b"caf\xe9"), {}, "^the prompt has bytes that are not UTF-8, or that the lo"),
     ],
 )
 def test_predict_refuses_in_words(

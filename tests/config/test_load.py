@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -386,6 +387,15 @@ def test_a_bad_file_gives_one_line(tmp_path: Path, what: str) -> None:
 )
 def test_a_bad_override_is_named_as_it_was_typed(tmp_path: Path, override: str, line: str) -> None:
     assert said(tmp_path, GOOD, override) == line
+
+
+def test_a_value_that_is_no_text_here_is_not_sent_for_quotes(tmp_path: Path) -> None:
+    """Bytes of Latin-1, or of UTF-8 where the locale is C: no quotes would help."""
+    told = "has bytes that are not UTF-8, or that the locale does not read so; give UTF-8"
+    typed = os.fsdecode(b"output=caf\xe9")
+    assert f"on the command line: the value {told}" in said(tmp_path, GOOD, typed)
+    with pytest.raises(WrongInput, match=told):
+        load(tmp_path, GOOD, environ={"INGOT_OUTPUT": os.fsdecode(b"caf\xe9")})
 
 
 def test_keys_of_a_mapping_in_a_variable_have_the_case_that_is_meant(tmp_path: Path) -> None:

@@ -1153,6 +1153,14 @@ FAULTS = [
         "tests/cli/test_verbs.py",
     ),
     Fault(
+        "undecoded-value-sent-for-quotes",
+        "ingot/config/load.py",
+        '    check_decoded(text, f"{where}: the value")\n',
+        "",
+        "a value that is not UTF-8 is said to need quotes, which change nothing",
+        "tests/config/test_load.py",
+    ),
+    Fault(
         "result-without-room",
         "ingot/base/progress.py",
         "if self._messages and error.errno in NO_ROOM:",
