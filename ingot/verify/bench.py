@@ -22,7 +22,7 @@ import ingot
 from ingot.base.errors import EXIT_WRONG_INPUT, WrongInput
 from ingot.base.processes import preexec_die_with_parent
 from ingot.base.progress import Progress, say
-from ingot.base.storage import write_atomic
+from ingot.base.storage import disk_errors, write_atomic
 from ingot.config.recipe import Recipe
 from ingot.config.sections.training import Train
 from ingot.config.shape import batch_plan
@@ -172,10 +172,15 @@ def bench(
     """Measure all cases and write `reports/bench.json`; returns its content.
 
     Raises:
-        WrongInput: there is no prepared data, and `synthetic` is not set.
+        WrongInput: there is no prepared data, and `synthetic` is not set; or the report cannot be
+            written.
     """
     if not synthetic:
         check_data(recipe)
+    reports = recipe.folder.reports
+    with disk_errors(reports):  # before an hour of measuring is lost for it
+        reports.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(prefix=".bench.json.partial-", dir=reports).close()
     tried = sum(not refusal_reason(recipe, case) for case in cases)
     say(
         f"bench: {tried} {'row' if tried == 1 else 'rows'} to measure, {WARM_UP} + {steps} steps"
@@ -216,7 +221,7 @@ def bench(
         "rows": rows,
         "best": best_of(cases, rows),
     }
-    write_atomic(recipe.folder.reports / "bench.json", json.dumps(report, indent=1) + "\n")
+    write_atomic(reports / "bench.json", json.dumps(report, indent=1) + "\n")
     return report
 
 

@@ -1161,6 +1161,14 @@ FAULTS = [
         "tests/config/test_load.py",
     ),
     Fault(
+        "bench-for-nothing",
+        "ingot/verify/bench.py",
+        '        tempfile.TemporaryFile(prefix=".bench.json.partial-", dir=reports).close()\n',
+        "",
+        "a bench measures for an hour before it says that its report cannot be written",
+        "tests/verify/test_bench.py",
+    ),
+    Fault(
         "result-without-room",
         "ingot/base/progress.py",
         "if self._messages and error.errno in NO_ROOM:",

@@ -36,6 +36,7 @@ from ingot.verify.bench import (
     skip_reason,
 )
 from ingot.verify.bench_row import measure_row
+from tests.nobody import as_nobody, open_folder
 from tests.ranks import run_ranks
 from tests.small import TINY_MODEL, small_recipe, write_documents
 
@@ -261,6 +262,21 @@ def test_data_that_is_not_prepared_is_told_before_any_process_is_started(tmp_pat
         ),
     ):
         bench(small_recipe(tmp_path), [BenchCase(1, 1, "fp32")], never, steps=1, synthetic=False)
+
+
+def test_a_place_that_takes_no_report_is_told_before_any_process_is_started() -> None:
+    def never(case: BenchCase, into: Path) -> Any:
+        raise AssertionError(case)
+
+    def measure() -> None:
+        with pytest.raises(WrongInput, match=r"reports/bench\.json cannot be written"):
+            bench(recipe, [BenchCase(1, 1, "fp32")], never, steps=1, synthetic=True)
+
+    with open_folder() as folder:
+        recipe = small_recipe(folder)
+        recipe.folder.reports.mkdir(parents=True)
+        recipe.folder.reports.chmod(0o555)
+        as_nobody(measure)
 
 
 def measured(recipe: Recipe, into: Path, *, synthetic: bool = False) -> dict[str, Any]:
