@@ -80,7 +80,8 @@ def load_tokenizer(source: Path, *, check: bool = True) -> Tokenizer:
     else:
         files |= _model_files(folder, name, files, config)
     tokenizer = Tokenizer(files, str(source))
-    exported = (read_lineage(folder) or {}).get("tokenizer") == tokenizer.identity()
+    lineage = read_lineage(folder)  # without one, no identity, which takes as long as to open all
+    exported = lineage is not None and lineage.get("tokenizer") == tokenizer.identity()
     if name.endswith(".json") and not exported and not (folder / PREPARED).exists():
         _check_added(tokenizer, config, str(source))
     missing = {} if exported else _tokens_from_model(folder, tokenizer)

@@ -63,6 +63,12 @@ def test_an_exported_folder_has_the_tokenizer_of_its_training(tmp_path: Path) ->
     assert load_tokenizer(write(tmp_path, beside)).identity() == tokenizer.identity()
 
 
+def test_no_identity_is_made_where_nothing_was_exported(tmp_path: Path) -> None:
+    """It takes as long as to read the vocabulary, in every worker of `prepare`."""
+    tokenizer = load_tokenizer(write(tmp_path, bpe_files()))
+    assert "_identity" not in vars(tokenizer)
+
+
 def test_special_tokens_map(tmp_path: Path) -> None:
     files = bpe_files(eos_token=None) | {
         "special_tokens_map.json": '{"eos_token": {"content": "<|im_end|>"}}'
