@@ -16,12 +16,14 @@ from ingot.base.errors import WrongInput
 from ingot.cli.views.datatables import show_data
 from ingot.config.recipe import Recipe
 from ingot.data.batches.rows import IGNORE, open_rows
+from ingot.data.cleaning.cleaned import CleaningResult
 from ingot.data.columns.column import Column, ColumnWriter, column_prefix
 from ingot.data.columns.manifest import prepared_for, read_prepared
 from ingot.data.ingest import ingest
 from ingot.data.packing.tables import read_packed
 from ingot.data.prepare import _in_words, prepare
 from ingot.data.raw import ranges
+from ingot.data.splits import Shares
 from ingot.data.tokenizing import encode as taken
 from ingot.data.tokenizing import tokenize as parts
 from ingot.tokenizers.backend import TokenBatch
@@ -376,6 +378,21 @@ def test_a_fast_encoder_that_errs_is_found_out(
     assert "erring 1.0 gave other ids than the reference for a.jsonl:" in capsys.readouterr().err
     manifest = json.loads((small.folder.columns / "done" / "train-00000.json").read_text())
     assert manifest["redone"].startswith("a.jsonl:")
+
+
+def test_so_many_characters_are_compared_as_were_asked_for(tmp_path: Path) -> None:
+    """Not whole documents, of which the reference takes longer than all others take."""
+    small = recipe(tmp_path, write_jsonl(tmp_path / "a.jsonl", sentences(20)))
+    ingest(small)
+    prepare(small)
+    folder, nothing = small.folder.tokenizer, CleaningResult.nothing()
+    stage = parts.TokeniseStage(
+        *(folder, folder, folder, REFERENCE, "text", ""),
+        *(Shares(None, 1.0), nothing, True, "", 50),
+    )
+    tokenizer, texts = load_tokenizer(folder), ["word " * 8] * 3
+    right = parts.open_encoder(tokenizer, REFERENCE)
+    assert stage._compare_plain(tokenizer, right, ["a", "b", "c"], texts) == 50
 
 
 def test_few_documents_are_encoded_without_opening_another_library(

@@ -27,7 +27,7 @@ from ingot.data.splits import Shares, Split, chosen
 from ingot.data.tokenizing.copies import LARGEST, HashSample, encoded, up_to
 from ingot.data.tokenizing.encode import TokenRecords, encode_records, existing_records, identity
 from ingot.tokenizers.backend import split_batch
-from ingot.tokenizers.encoders import LONGEST, REFERENCE, BatchEncoder, open_encoder
+from ingot.tokenizers.encoders import REFERENCE, BatchEncoder, open_encoder
 from ingot.tokenizers.load import load_tokenizer
 from ingot.tokenizers.tokenizer import Tokenizer
 
@@ -254,12 +254,10 @@ class TokeniseStage:
         doc_ids: Sequence[str],
         texts: Sequence[str],
     ) -> int:
-        """Compare the first documents as plain texts, of long ones the beginning; returns the
-        characters.
-        """
+        """Compare the first characters of the documents, as plain texts; returns how many."""
         shown, size = list[str](), 0
         for text in texts:
-            shown.append(plain_text(self.documents, text)[:LONGEST])
+            shown.append(plain_text(self.documents, text)[: self.compared - size])
             size += len(shown[-1])
             if size >= self.compared:
                 break
