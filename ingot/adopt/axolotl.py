@@ -194,8 +194,8 @@ def _build(sheet: GivenKeys, draft: Draft) -> None:
         draft.put("track.wandb", named(track), "wandb_project")
     for tracker, keys in TRACKED.items():
         if sheet.get(f"use_{tracker}") or sheet.has(*keys):
-            settings = named({knob: sheet.get(key) for key, knob in keys.items()})
-            draft.put(f"track.{tracker}", settings, f"use_{tracker}")
+            section = named({knob: sheet.get(key) for key, knob in keys.items()})
+            draft.put(f"track.{tracker}", section, f"use_{tracker}")
 
 
 def _adapter(sheet: GivenKeys, draft: Draft) -> None:
