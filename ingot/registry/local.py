@@ -297,9 +297,9 @@ class LocalRegistry:
         staged = parent / f"{STAGED}{uuid.uuid4().hex}"
         with shared_lock(self.home, f"{name}.writers", lambda: _remove_leftovers(parent)):
             try:
-                with atomic_folder(staged) as partial:
+                with atomic_folder(staged) as partial, contextlib.ExitStack() as stack:
+                    stack.callback(copied)  # also where a file is gone that was there before
                     files = _copy(folder, partial)
-                    copied()
                     write_marker(
                         partial,
                         MARKER,

@@ -177,15 +177,20 @@ def unchanged_since_now(folder: Path) -> Callable[[], None]:
     it after it was checked, and a copy would hold that one or parts of both.
     """
 
+    changed = Failed(
+        f"{folder} was changed while it was registered, and another model than the one that was"
+        " measured may have been copied; run `ingot register` again"
+    )
+
     def stamps() -> list[dict[str, Any]]:
-        return [stamp(file) for file in find_files(str(folder)) if is_file(file)]
+        try:
+            return [stamp(file) for file in find_files(str(folder)) if is_file(file)]
+        except FileNotFoundError:  # between two questions, as another run replaced the folder
+            raise changed from None
 
     def check() -> None:
         if stamps() != before:
-            raise Failed(
-                f"{folder} was changed while it was registered, and another model than the one that"
-                " was measured may have been copied; run `ingot register` again"
-            )
+            raise changed
 
     before = stamps()
     return check

@@ -833,8 +833,8 @@ FAULTS = [
     Fault(
         "copied-as-it-lies",
         "ingot/registry/local.py",
-        "                    copied()\n",
-        "",
+        "stack.callback(copied)",
+        "stack.callback(bool)",
         "a model that nobody measured is registered with the report of another, and goes live",
         "tests/registry/test_verbs.py",
     ),
@@ -920,5 +920,14 @@ FAULTS = [
 """,
         "the keys that a recipe itself names are stored by Slurm with the job",
         "tests/launch/places/test_slurm_script.py",
+    ),
+    Fault(
+        "gone-while-registered",
+        "ingot/registry/local.py",
+        "files = _copy(folder, partial)\n",
+        "stack.pop_all()\n                    files = _copy(folder, partial)\n"
+        "                    copied()\n",
+        "a model that another run replaces while it is registered ends in a traceback of a file",
+        "tests/registry/test_verbs.py",
     ),
 ]

@@ -503,10 +503,13 @@ def test_what_changed_since_its_export_is_not_registered(tmp_path: Path, name: s
     assert register(recipe).result == "words v1, live"
 
 
+@pytest.mark.parametrize("gone", [None, "model.safetensors"], ids=str)
 def test_what_another_run_exports_meanwhile_is_not_registered(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    gone: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The folder was right when it was checked, and the copy holds another model."""
+    """The folder was right when it was checked, and the copy holds another model, or is of files of
+    which one is gone.
+    """
     folder = trained(a_recipe(tmp_path, "other"), "a").folder.model
     recipe = a_recipe(tmp_path, evaluate={"model": str(folder)})
     write_report(recipe.folder.reports / "evaluate.json", a_report("a"))
@@ -514,6 +517,9 @@ def test_what_another_run_exports_meanwhile_is_not_registered(
 
     def copying(source: Path, target: Path) -> list[str]:
         a_model(source, "b")
+        if gone is not None:
+            (source / gone).unlink()
+            shutil.copyfile(source / gone, target / gone)
         return _copy(source, target)
 
     with monkeypatch.context() as meanwhile:
