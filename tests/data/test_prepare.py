@@ -29,6 +29,7 @@ from ingot.data.ingest import ingest
 from ingot.data.prepare import prepare
 from ingot.data.raw import ranges as ranges_module
 from ingot.data.raw import store as raw_module
+from ingot.data.raw.store import open_raw
 from ingot.data.splits import Shares
 from ingot.data.tokenizing import copies as copies_module
 from ingot.data.tokenizing import tokenize as tokenize_module
@@ -191,6 +192,35 @@ def test_finished_parts_are_kept(
     assert made == [2, 3, 4, 5]
     assert everything(small.folder.columns) == before
     assert "parts are finished already" in capsys.readouterr().err
+
+
+def test_manifests_of_another_version_are_refused_in_words(tmp_path: Path, source: Path) -> None:
+    """Such as an earlier one's, which had one fingerprint for the data of all splits, or those of
+    a version that knows more of each part: each is told with the command that makes it anew.
+    """
+    small = ingested(tmp_path, source)
+    prepare(small)
+    columns, raw, before = small.folder.columns, small.folder.raw, everything(small.folder.data)
+    marker, read = json.loads((columns / "manifest.json").read_text()), open_raw(small)
+    changed(columns, "manifest.json", data="c75e6c6a8426bf1a")
+    with pytest.raises(WrongInput, match=r"manifest\.json has data as another.*prepare --again`"):
+        read_prepared(columns)
+    parts = [part | {"more": 1} for part in marker["splits"]["train"][0]["parts"]]
+    splits = {"train": [marker["splits"]["train"][0] | {"parts": parts}], "validation": []}
+    changed(columns, "manifest.json", data=marker["data"], splits=splits)
+    with pytest.raises(
+        WrongInput, match=r"has splits\.train\.0\.parts\.0\.more as another version"
+    ):
+        read_prepared(columns)
+    prepare(small, again=True)
+    assert everything(small.folder.data) == before
+    changed(raw, "manifest.json", splits={"train": [{"source": "all that was known once"}]})
+    with pytest.raises(
+        WrongInput, match=r"has splits\.train\.0\.knobs as .* `ingot ingest --again`"
+    ):
+        open_raw(small)
+    ingest(small)
+    assert open_raw(small) == read
 
 
 def test_damaged_files_are_made_again(tmp_path: Path, source: Path) -> None:

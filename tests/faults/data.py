@@ -6,6 +6,14 @@ from tests.faults.fault import Fault
 
 FAULTS = [
     Fault(
+        "earlier-manifest-unread",
+        "ingot/data/columns/manifest.py",
+        "        return TypeAdapter(PreparedData).validate_python({name: marker[name] for name in names})",
+        "        return PreparedData(**{name: marker[name] for name in names})",
+        "data that an earlier version prepared end each training in a TypeError, started again and again",
+        "tests/data/test_prepare.py",
+    ),
+    Fault(
         "benchmarks-trained-on",
         "ingot/data/cleaning/clean.py",
         "write_against(ContaminationStage(corpus, knobs, after).folder, self.against)",

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from ingot import __version__
 from ingot.base.errors import WrongInput
@@ -48,6 +49,8 @@ class ColumnPart:
     otherwise once others follow.
     """
 
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
     @property
     def records(self) -> int:
         return self.documents + self.added
@@ -67,6 +70,8 @@ class PreparedSource:
     tokens: int
     bytes: int
     parts: list[ColumnPart]
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
 
     @property
     def records(self) -> int:
@@ -175,7 +180,8 @@ def read_prepared(folder: Path) -> PreparedData:
     """Read the manifest and check the sizes of all files.
 
     Raises:
-        WrongInput: the columns are incomplete, or a file is missing or has another size.
+        WrongInput: the columns are incomplete, a file is missing or has another size, or another
+            version of ingot wrote the manifest.
     """
     marker = read_marker(folder, MANIFEST)
     if marker is None:
@@ -186,15 +192,19 @@ def read_prepared(folder: Path) -> PreparedData:
         )
     if found := missing_files(folder, marker):
         raise WrongInput(f"{found[0]}; run `ingot prepare --again`")
-    splits: dict[Split, list[PreparedSource]] = {
-        split: [_source(value) for value in sources] for split, sources in marker["splits"].items()
-    }
-    names = [one.name for one in fields(PreparedData) if one.name != "splits"]
+    names = [one.name for one in fields(PreparedData)]
     if lacking := [name for name in names if name not in marker]:
         raise WrongInput(
             f"{folder / MANIFEST} lacks {', '.join(lacking)}; run `ingot prepare --again`"
         )
-    return PreparedData(splits=splits, **{name: marker[name] for name in names})
+    try:
+        return TypeAdapter(PreparedData).validate_python({name: marker[name] for name in names})
+    except ValidationError as error:
+        place = ".".join(map(str, error.errors()[0]["loc"]))
+        raise WrongInput(
+            f"{folder / MANIFEST} has {place} as another version of ingot wrote it; run `ingot"
+            " prepare --again`"
+        ) from error
 
 
 def missing_files(folder: Path, marker: dict[str, Any]) -> list[str]:
@@ -238,10 +248,6 @@ def prepared_for(recipe: Recipe) -> PreparedData:
 def prefix_of(recipe: Recipe) -> str:
     """The prefix of every pair's source."""
     return recipe.objective.source_prefix
-
-
-def _source(value: dict[str, Any]) -> PreparedSource:
-    return PreparedSource(**{**value, "parts": [ColumnPart(**part) for part in value["parts"]]})
 
 
 MASK, LABEL = "mask", "label"

@@ -18,6 +18,7 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from ingot import __version__
 from ingot.base.errors import WrongInput, differing
@@ -60,6 +61,8 @@ class RawPart:
     sha256: str
     groups: list[tuple[int, int]]
 
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
 
 @dataclass(frozen=True)
 class RawSource:
@@ -81,6 +84,8 @@ class RawSource:
     """The stamps of its files, if these are few, so that a changed file can be named."""
     labels: list[str] = field(default_factory=list)
     """The names of the labels, by number."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
 
 
 @dataclass(frozen=True)
@@ -240,7 +245,7 @@ def open_raw(recipe: Recipe, *, unchanged: bool = False) -> RawData:
 
     Raises:
         WrongInput: nothing complete is there, a file is missing or truncated, it was made from
-            other sources, or they changed since.
+            other sources, they changed since, or another version of ingot wrote the manifest.
     """
     folder = recipe.folder.raw
     marker = read_marker(folder, MANIFEST)
@@ -252,9 +257,7 @@ def open_raw(recipe: Recipe, *, unchanged: bool = False) -> RawData:
         )
     if found := problems(folder, marker, checksums=False):
         raise WrongInput(f"{found[0]}; run `ingot ingest --again`")
-    splits: dict[Split, list[RawSource]] = {
-        split: [_source(value) for value in sources] for split, sources in marker["splits"].items()
-    }
+    splits = _splits(folder, marker)
     asked = {
         split: [keys_hidden(knobs_of(source)) for source in sources]
         for split, sources in recipe_sources(recipe).items()
@@ -309,14 +312,15 @@ def _check_unchanged(recipe: Recipe, splits: dict[Split, list[RawSource]]) -> No
                 )
 
 
-def _source(value: dict[str, Any]) -> RawSource:
-    parts = [
-        RawPart(
-            part["path"], part["sha256"], [(documents, size) for documents, size in part["groups"]]
-        )
-        for part in value["parts"]
-    ]
-    return RawSource(**{**value, "parts": parts})
+def _splits(folder: Path, marker: Mapping[str, Any]) -> dict[Split, list[RawSource]]:
+    try:
+        return TypeAdapter(dict[Split, list[RawSource]]).validate_python(marker.get("splits"))
+    except ValidationError as error:
+        place = ".".join(map(str, ("splits", *error.errors()[0]["loc"])))
+        raise WrongInput(
+            f"{folder / MANIFEST} has {place} as another version of ingot wrote it; run `ingot"
+            " ingest --again`"
+        ) from error
 
 
 def _differences(
