@@ -21,7 +21,7 @@ from ingot.base.reports import is_intact
 from ingot.base.runfolder import RunFolder
 from ingot.base.runlog import read_lines
 from ingot.report.chosen import flatten
-from ingot.report.formatting import keeps_paths_whole, percent, short, timestamp
+from ingot.report.formatting import keeps_paths_whole, moment, percent, short
 from ingot.report.goodput import TIME_PARTS, Goodput
 from ingot.report.incidents import incident_ranks, incident_steps
 from ingot.report.planned import PlanComparison, beside_plan, decisions
@@ -221,7 +221,7 @@ def _show_goodput(account: Goodput, out: Console) -> None:
         cost = duration(incident.cost_s) if incident.cost_s else ""
         causes.add_row(
             incident.kind,
-            timestamp(incident.wall),
+            moment(incident.wall),
             incident_ranks(incident),
             incident_steps(incident),
             cost,
@@ -261,7 +261,7 @@ def _blocks(share: float) -> str:
 
 def _event(event: dict[str, object]) -> str:
     when = event.get("t_wall")
-    clock = timestamp(when if isinstance(when, int | float) else None)
+    clock = moment(when if isinstance(when, int | float) else None)
     step = f" at step {event['step']}" if event.get("step") is not None else ""
     cause = f": {event['cause']}" if event.get("cause") else ""
     return f"{clock}  {event.get('kind')}{step}{cause}"

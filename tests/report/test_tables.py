@@ -111,6 +111,24 @@ def test_a_training_that_was_given_up_tells_what_it_failed_with(
     assert row[6] == "failed: train", "a table of runs has a line for each"
 
 
+def test_times_of_the_hour_that_comes_twice_are_told_apart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = made_up_run(tmp_path)
+    append_line(run.events, {"kind": "save", "step": 8, "t_wall": 1792888200.0})
+    append_line(run.events, {"kind": "save", "step": 9, "t_wall": 1792891800.0})
+    try:
+        with monkeypatch.context() as patch:
+            patch.setenv("TZ", "CET-1CEST,M3.5.0,M10.5.0/3")
+            time.tzset()
+            show_run(run)
+    finally:
+        time.tzset()
+    *_, first, second = capsys.readouterr().out.splitlines()
+    assert first == "2026-10-25 02:30:00 CEST  save at step 8"
+    assert second == "2026-10-25 02:30:00 CET  save at step 9"
+
+
 def test_a_run_that_was_moved_tells_where_its_files_are_now(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -153,7 +171,7 @@ def test_where_the_time_of_training_went_and_what_was_lost(
         ["lost", "when", "rank", "step", "cost", "of it repeated", "cause"],
         [
             "died",
-            time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(1_750_000_081)),
+            time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(1_750_000_081)),
             "",
             "118, 18 again",
             "54s",
