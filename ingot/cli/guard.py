@@ -115,7 +115,8 @@ def guarded(call: Callable[[], int | None], *, debug: bool) -> int:
         return _tell(f"{error}" if stopped else f"error: {error}", error.exit_code, debug=debug)
     except OSError as error:
         _write_no_more()
-        return _tell(f"error: {_os_error(error)}", EXIT_FAILED, debug=debug)
+        code = EXIT_WRONG_INPUT if error.errno == errno.ENAMETOOLONG else EXIT_FAILED
+        return _tell(f"error: {_os_error(error)}", code, debug=debug)
     except Exception as error:
         if type(error).__name__ == "NoArgsIsHelpError":
             if told := getattr(error, "message", ""):  # empty where rich has drawn the help
@@ -160,6 +161,11 @@ def _os_error(error: OSError) -> str:
         return f"{said.format(of)} and run the same command again"
     if error.errno in (errno.EACCES, errno.EPERM) and of:
         return f"this user may not read or write {error.filename}; ask its owner, or chmod"
+    if error.errno == errno.ENAMETOOLONG:
+        return (
+            f"{one_line(error.filename, 80)}... is too long for the name of a file; check what was"
+            " given, and in which order"
+        )
     if error.errno == errno.EADDRINUSE:
         return f"port taken{of}; choose another with serve.port=..., or 0 for a free one"
     return f"{type(error).__name__}: {error}; run again with --debug to see where"

@@ -341,6 +341,17 @@ def test_a_taken_port_is_told_in_words(capsys: pytest.CaptureFixture[str]) -> No
     assert "port taken" in capsys.readouterr().err
 
 
+def test_a_text_in_place_of_a_path_is_told_in_words(capsys: pytest.CaptureFixture[str]) -> None:
+    """As of a prompt that was given before the model."""
+    prompt = "Once upon a time " * 30
+    assert guarded(lambda: os.stat(prompt) and 0, debug=False) == 2
+    told = capsys.readouterr().err
+    assert told == (
+        f"error: {prompt[:80]}... is too long for the name of a file; check what was given,"
+        " and in which order\n"
+    )
+
+
 def test_what_a_user_may_not_read_is_told_in_words(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
