@@ -42,12 +42,14 @@ def hold(descriptor: int) -> None:
 
 def is_held(path: Path) -> bool:
     """Whether a process holds a file or folder by `hold`, also one of another container; of another
-    machine where the disk passes locks on.
+    machine where the disk passes locks on. What this user may not open counts as held.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
-    except OSError:
+    except FileNotFoundError:
         return False
+    except OSError:
+        return True
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

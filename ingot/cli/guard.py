@@ -161,7 +161,7 @@ def _os_error(error: OSError) -> str:
         return f"{said.format(of)} and run the same command again"
     if error.errno in (errno.EACCES, errno.EPERM) and of:
         return f"this user may not read or write {error.filename}; ask its owner, or chmod"
-    if error.errno == errno.ENAMETOOLONG:
+    if error.errno == errno.ENAMETOOLONG and of:
         return (
             f"{one_line(error.filename, 80)}... is too long for the name of a file; check what was"
             " given, and in which order"

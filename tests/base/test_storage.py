@@ -251,6 +251,15 @@ def test_a_folder_is_made_where_one_may_write_and_not_look() -> None:
         assert (root / "drop" / "run" / "x").read_text() == "x"
 
 
+def test_what_another_user_writes_in_another_container_is_left_alone() -> None:
+    with open_folder() as root:
+        root.chmod(0o777)
+        theirs = root / ".x.partial-0badc0de-1"
+        theirs.touch(0o600)
+        as_nobody(lambda: remove_partials_of(root / "x"))
+        assert theirs.exists() == (os.getuid() == 0)
+
+
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="Linux has such a file system")
 def test_where_nothing_can_be_made_it_is_the_asked_for_name_that_is_told() -> None:
     for write in (
