@@ -230,7 +230,7 @@ class EvaluateHook:
     for that of the step `last`: what is found best is saved, and training may have to roll back to
     the state before the skipped steps.
 
-    `measure` returns None if it was interrupted. While `waits` is true, training does not end.
+    `measure` returns None if it was interrupted. No evaluation ends training while `waits` is true.
     """
 
     measure: Callable[[], Mapping[str, Measured] | None]
@@ -302,11 +302,12 @@ class EvaluateHook:
             sink.write(step, {**numbers, f"validation/{SECONDS}": time.monotonic() - started})
         for tracker in trackers:
             tracker.see(step, measured)
+        if self.stopping is not None and self.waits():  # then a later evaluation has to end it
+            self.stopping.worse_in_row = min(self.stopping.worse_in_row, self.patience - 1)
 
     @property
     def is_over(self) -> bool:
-        stops = self.stopping is not None and self.stopping.worse_in_row >= self.patience
-        return stops and not self.waits()
+        return self.stopping is not None and self.stopping.worse_in_row >= self.patience
 
     @property
     def best_step(self) -> int | None:

@@ -390,6 +390,14 @@ FAULTS = [
         "tests/train/rollout/test_absent.py",
     ),
     Fault(
+        "finished-between-evaluations",
+        "ingot/train/evaluation.py",
+        "            self.stopping.worse_in_row = min(self.stopping.worse_in_row, self.patience - 1)\n",
+        "            pass\n",
+        "early stopping ends a training at an evaluation at which a reward has judged nothing yet",
+        "tests/train/rollout/test_absent.py",
+    ),
+    Fault(
         "moved-by-one-more",
         "ingot/objectives/grpo.py",
         "ratio - 1 - change",

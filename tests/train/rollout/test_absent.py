@@ -87,6 +87,22 @@ def test_early_stopping_waits_for_a_reward_that_judged_nothing(
     assert committed(early.folder.checkpoints)[0].step == 2
 
 
+def test_a_training_that_waited_for_a_reward_ends_by_an_evaluation_after_it(
+    ready: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not between two: a checkpoint there would say that it is finished, and who goes on from that
+    would end it earlier than who was not interrupted.
+    """
+    knobs = {"train__steps": 8, "train__global_batch": 4, "train__evaluate_every": 2}
+    knobs |= {"checkpoint__every": 1, "checkpoint__keep": 8}
+    stop = {"metric": "loss", "patience": 1, "min_delta": 1e9}
+    recipe = apart(ready, tmp_path, train__early_stop=stop, **knobs)
+    monkeypatch.setattr(Odd, "unjudged", set(prompts_of(recipe, 4)))
+    train(recipe)
+    finished = {one.step: one.commit["finished"] for one in committed(recipe.folder.checkpoints)}
+    assert finished == {1: False, 2: False, 3: False, 4: False, 5: False, 6: True}
+
+
 def test_the_last_prompts_of_a_training_may_be_to_blame(
     ready: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
