@@ -308,8 +308,9 @@ def _data_of(view: RunView, *, held_out: bool) -> str | None:
         return str(data)
     with contextlib.suppress(WrongInput):  # of a newer ingot
         manifest = read_marker(RunFolder(view.root).columns, "manifest.json") or {}
-        prepared: dict[str, str] = manifest.get("data", {})
-        return prepared.get("validation" if held_out else "train")
+        prepared = manifest.get("data")
+        if isinstance(prepared, dict):  # an earlier ingot did not tell splits apart
+            return prepared.get("validation" if held_out else "train")
     return None
 
 

@@ -378,6 +378,10 @@ def test_losses_of_trainings_that_go_on_are_compared_by_their_columns(tmp_path: 
     others = {"data": {"train": "of both", "validation": "of another"}}
     write_marker(other.columns, "manifest.json", others, [])
     assert are_compared() == [True, False]
+    for run in (one, other):  # as an earlier version wrote it, of all splits
+        write_marker(run.columns, "manifest.json", {"data": "of both"}, [])
+    assert are_compared() == [True, True]
+    assert are_compared(skip=[[3, 4]]) == [False, False]
 
 
 @pytest.mark.parametrize(
