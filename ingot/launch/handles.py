@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ingot.base.errors import Failed, IngotError
+from ingot.base.errors import Failed, IngotError, WrongInput
 from ingot.base.markers import fingerprint
 from ingot.base.storage import write_atomic
 from ingot.config.load import dump_recipe, load_recipe
@@ -33,22 +33,35 @@ def store_handle(root: Path, handle: Handle, recipe: Recipe | None = None) -> Ha
 
 
 def stored_handles(root: Path) -> list[Handle]:
-    """The handles of all jobs of a run at other places, the newest first."""
-    found = []
-    for path in jobs_folder(root).glob("*.*.json"):
-        try:
-            found.append(Handle.from_json(path.read_text(encoding="utf-8")))
-        except (OSError, ValueError, KeyError, TypeError):
-            continue  # from another version, or being written
+    """The handles of all jobs of a run at other places, the newest first. Raises WrongInput as
+    `find_handle` does.
+    """
+    read = (_read(path) for path in jobs_folder(root).glob("*.*.json"))
+    found = [handle for handle in read if handle is not None]
     return sorted(found, key=lambda handle: handle.started, reverse=True)
 
 
 def find_handle(root: Path, name: str, kind: str) -> Handle | None:
-    """The handle of the job that was last submitted as `name` to the place `kind`."""
-    return next(
-        (handle for handle in stored_handles(root) if (handle.name, handle.kind) == (name, kind)),
-        None,
-    )
+    """The handle of the job that was last submitted as `name` to the place `kind`.
+
+    Raises:
+        WrongInput: there is one that cannot be read, such as another version's. Its job may still
+            run, and taken for none it would be paid for twice.
+    """
+    return _read(jobs_folder(root) / f"{name}.{kind}.json")
+
+
+def _read(path: Path) -> Handle | None:
+    try:
+        return Handle.from_json(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise WrongInput(
+            f"{path} cannot be read ({type(error).__name__}: {error}), so its job may still run;"
+            " ask the version of ingot that wrote it, or the place, and remove the file once the"
+            " job is over"
+        ) from error
 
 
 def store_recipe(root: Path, handle: Handle, recipe: Recipe) -> None:

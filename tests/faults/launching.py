@@ -6,6 +6,14 @@ from tests.faults.fault import Fault
 
 FAULTS = [
     Fault(
+        "unread-handle-forgotten",
+        "ingot/launch/handles.py",
+        "    except FileNotFoundError:\n        return None\n",
+        "    except (OSError, ValueError, KeyError, TypeError):\n        return None\n",
+        "a job that another version of ingot submitted is started a second time beside itself",
+        "tests/launch/test_job_control.py",
+    ),
+    Fault(
         "restart-for-ever",
         "ingot/launch/supervisor/supervise.py",
         "if self._restarts >= self._recipe.launch.restarts:",

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from ingot.base.errors import Failed
+from ingot.base.errors import Failed, WrongInput
 from ingot.cli.launch import cancel
-from ingot.launch.handles import jobs_folder, store_handle
+from ingot.launch.handles import find_handle, jobs_folder, store_handle, stored_handles
 from ingot.launch.job import Handle, JobState
 from ingot.launch.job_control import RemoteJob, UnreadableJob, submitted_jobs
 from tests.small import small_recipe
@@ -187,3 +187,14 @@ def test_who_waits_for_a_job_and_the_job_itself_are_both_cancelled(
     monkeypatch.setattr("ingot.launch.job_control.submitted_jobs", lambda root: known)
     assert cancel([str(tmp_path)]) == 0
     assert capsys.readouterr().err == "".join(f"{name}: cancelled\n" for name in ends)
+
+
+def test_the_handle_of_another_version_is_none_of_no_job(tmp_path: Path) -> None:
+    """The same command would start the job a second time, beside the one that runs."""
+    store_handle(tmp_path, HANDLE)
+    path = jobs_folder(tmp_path) / "train.slurm.json"
+    path.write_text(path.read_text().replace('"argv"', '"arguments"'))
+    for ask in (lambda: find_handle(tmp_path, "train", "slurm"), lambda: stored_handles(tmp_path)):
+        with pytest.raises(WrongInput, match=r"train\.slurm\.json cannot be read .* may still run"):
+            ask()
+    assert find_handle(tmp_path, "evaluate", "slurm") is None
