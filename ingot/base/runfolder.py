@@ -15,7 +15,7 @@ from pathlib import Path
 from ingot.base.environment import NODE_VARIABLE
 from ingot.base.errors import Failed, WrongInput
 from ingot.base.locks import lock_file
-from ingot.base.processes import descends_from, is_alive
+from ingot.base.processes import descends_from, is_alive, process_scope
 from ingot.base.progress import say
 from ingot.base.storage import disk_errors, make_folder
 
@@ -160,10 +160,10 @@ def folder_lock(folder: Path, name: str = "lock") -> Iterator[None]:
         try:
             _lock_or_try_again(descriptor, path)
         except BlockingIOError:
-            holder = os.pread(descriptor, 64, 0).decode(errors="replace").strip() or "unknown"
-            raise in_use(folder, holder) from None
+            holder, _ = _named(os.pread(descriptor, 64, 0).decode(errors="replace"))
+            raise in_use(folder, holder or "unknown") from None
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+        os.pwrite(descriptor, f"{os.getpid()} {process_scope()}".encode(), 0)
         try:
             yield
         finally:
@@ -241,8 +241,27 @@ def check_no_other_run(folder: Path) -> None:
         Failed: names the process.
     """
     holder = lock_holder(folder, RUN_LOCK)
-    if holder is not None and NODE_VARIABLE not in os.environ and not descends_from(holder):
+    if holder is None or NODE_VARIABLE in os.environ:
+        return
+    if not (names_process_of_here(folder, RUN_LOCK) and descends_from(holder)):
         raise in_use(folder, holder)
+
+
+def names_process_of_here(folder: Path, name: str = "lock") -> bool:
+    """Whether `folder/.name` tells the id of a process of this container: those of another one have
+    the same ids, 1 above all, from which every process of a container descends.
+    """
+    try:
+        _, scope = _named((folder / f".{name}").read_text(errors="replace"))
+    except OSError:
+        return False
+    return scope in ("", process_scope())  # "": of an ingot that did not tell it yet
+
+
+def _named(text: str) -> tuple[str, str]:
+    """The id of the process that a lock tells, and where that is one."""
+    process, _, scope = text.strip().partition(" ")
+    return process, scope
 
 
 def lock_holder(folder: Path, name: str = "lock") -> int | None:
@@ -255,7 +274,7 @@ def lock_holder(folder: Path, name: str = "lock") -> int | None:
     """
     path = folder / f".{name}"
     try:
-        process, inode = int(path.read_text()), path.stat().st_ino
+        process, inode = int(_named(path.read_text())[0]), path.stat().st_ino
     except (OSError, ValueError):
         return None
     alive = is_alive(process)

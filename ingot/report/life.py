@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ingot.base.heartbeat import Heartbeat, heard_elsewhere
-from ingot.base.runfolder import RUN_LOCK, RunFolder, lock_holder
+from ingot.base.runfolder import RUN_LOCK, RunFolder, lock_holder, names_process_of_here
 from ingot.report.incidents import whole
 from ingot.report.metrics import is_number
 
@@ -23,13 +23,18 @@ RESUMED = "resumed"
 
 
 def at_work(run: RunFolder) -> bool:
-    """Whether another process of this machine holds the run, or one of another machine, whose locks
-    cannot be seen, was heard of just now.
+    """Whether another process holds the run, or one of another machine, whose locks cannot be seen,
+    was heard of just now.
     """
-    holders = [lock_holder(run.root, name) for name in ("lock", RUN_LOCK)]
-    return any(holder not in (None, os.getpid()) for holder in holders) or heard_elsewhere(
+    return any(_another_holds(run, name) for name in ("lock", RUN_LOCK)) or heard_elsewhere(
         run.heartbeats
     )
+
+
+def _another_holds(run: RunFolder, name: str) -> bool:
+    holder = lock_holder(run.root, name)
+    is_this_one = holder == os.getpid() and names_process_of_here(run.root, name)
+    return holder is not None and not is_this_one
 
 
 def last_sign(

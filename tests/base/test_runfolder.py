@@ -17,16 +17,19 @@ from ingot.base import runfolder
 from ingot.base.environment import NODE_VARIABLE
 from ingot.base.errors import Failed, WrongInput
 from ingot.base.heartbeat import HeartbeatWriter
+from ingot.base.processes import process_scope
 from ingot.base.remote.deferred import DeferredFiles
 from ingot.base.remote.memory import exclusive_sync
 from ingot.base.runfolder import (
     RUN_LOCK,
+    RunFolder,
     check_no_other_run,
     folder_lock,
     lock_holder,
     shared_lock,
 )
 from ingot.base.runlog import append_line
+from ingot.report.life import at_work
 from tests.nobody import as_nobody, open_folder
 
 HOLDER = """
@@ -121,6 +124,20 @@ def test_a_run_of_another_container_is_at_work_as_well(tmp_path: Path) -> None:
             check_no_other_run(tmp_path)
 
 
+def test_nobody_descends_from_a_process_of_another_container(tmp_path: Path) -> None:
+    """Whose id is mostly 1, as that of the first process here."""
+    with (tmp_path / f".{RUN_LOCK}").open("wb") as theirs:
+        fcntl.flock(theirs, fcntl.LOCK_EX)
+        for process in (os.getpid(), 1):
+            (tmp_path / f".{RUN_LOCK}").write_text(f"{process} 0123abcd")
+            assert at_work(RunFolder(tmp_path))
+            with pytest.raises(Failed, match=f"in use by process {process}; wait for it"):
+                check_no_other_run(tmp_path)
+            (tmp_path / f".{RUN_LOCK}").write_text(f"{process} {process_scope()}")
+            check_no_other_run(tmp_path)
+            assert at_work(RunFolder(tmp_path)) == (process == 1)
+
+
 def test_the_lock_is_free_again_after_an_error(tmp_path: Path) -> None:
     for _ in range(2):
         with pytest.raises(KeyError), folder_lock(tmp_path):
@@ -132,7 +149,7 @@ def test_a_lock_that_was_given_back_names_nobody_even_without_a_table_of_locks(
 ) -> None:
     """The id of a process that ended may be given to another one."""
     with folder_lock(tmp_path):
-        assert (tmp_path / ".lock").read_text() == str(os.getpid())
+        assert (tmp_path / ".lock").read_text() == f"{os.getpid()} {process_scope()}"
         with pytest.raises(Failed, match="in use"), folder_lock(tmp_path):
             pass
         assert lock_holder(tmp_path) == os.getpid()

@@ -580,4 +580,12 @@ FAULTS = [
         "a verb takes the folder from between two steps of a run in another container or on another machine",
         "tests/base/test_runfolder.py",
     ),
+    Fault(
+        "everybody-descends-from-process-1",
+        "ingot/base/runfolder.py",
+        "if not (names_process_of_here(folder, RUN_LOCK) and descends_from(holder)):",
+        "if not descends_from(holder):",
+        "the first process of another container counts as that of this one, whose verbs take its run's folder",
+        "tests/base/test_runfolder.py",
+    ),
 ]
