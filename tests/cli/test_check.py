@@ -47,7 +47,8 @@ CLOUD = (
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # nobody listens there
+    for service in ("HF_ENDPOINT", EMULATOR):
+        monkeypatch.setenv(service, "http://127.0.0.1:9")  # nobody listens there
     monkeypatch.setattr(check_sources, "LOOK_S", 100.0)  # on a busy machine, too
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(GOOD, sort_keys=False))
     lines = [json.dumps({"text": f"text {number}"}) for number in range(5)]
