@@ -60,6 +60,8 @@ TRACKED = {
     },
 }
 """Trackers beside W&B: its keys -> those of ingot's section."""
+NAMING = {"mlflow": "mlflow_experiment_name", "trackio": "trackio_project_name"}
+"""Keys that turn a tracker on there whatever `use_` says."""
 BETAS = ("trl.beta", "rl_beta", "dpo_beta", "orpo_alpha")
 """Names of the strength of every `rl`, whatever it is; the first that is given counts."""
 WEIGHTS = {
@@ -193,9 +195,11 @@ def _build(sheet: GivenKeys, draft: Draft) -> None:
     if track["project"]:
         draft.put("track.wandb", named(track), "wandb_project")
     for tracker, keys in TRACKED.items():
-        if sheet.get(f"use_{tracker}") or sheet.has(*keys):
+        use = f"use_{tracker}"
+        given = list(filter(sheet.has, (use, *keys)))
+        if (given and sheet.get(use) is not False) or sheet.has(NAMING[tracker]):
             section = named({knob: sheet.get(key) for key, knob in keys.items()})
-            draft.put(f"track.{tracker}", section, f"use_{tracker}")
+            draft.put(f"track.{tracker}", section, given[0])
 
 
 def _adapter(sheet: GivenKeys, draft: Draft) -> None:

@@ -289,7 +289,10 @@ def _data(sheet: GivenKeys, draft: Draft, kind: str) -> None:
         )
     else:
         draft.put_from(sheet, "max_length", "data.seq_len")
-        if sheet.has("truncation_mode"):
+        if sheet.has("truncation_mode") and kind == "pretrain":
+            about = f"{NOT_NEEDED}texts that are too long go on in the next row here"
+            draft.note("lost", "truncation_mode", about)
+        elif sheet.has("truncation_mode"):
             draft.put_from(sheet, "truncation_mode", "data.truncate")
         for key in filter(sheet.has, ("max_prompt_length", "max_completion_length")):
             draft.note(

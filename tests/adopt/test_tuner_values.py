@@ -287,6 +287,26 @@ trackio_space_id: org/space
     assert (recipe.track.mlflow.name, recipe.track.trackio.name) == ("third", "third")
     assert recipe.data.truncate == "left"
     assert "truncation_mode" not in notes
+    texts = f"{FIR}dataset_text_field: text\ntruncation_mode: keep_end\n"
+    recipe, notes = recipe_of(tmp_path, fir_yaml=texts)
+    assert recipe.data.truncate == "right"
+    assert "truncation_mode: not needed: texts that are too long go on in the next row" in notes
+
+
+@pytest.mark.parametrize(
+    ("given", "mlflow"),
+    [
+        ("mlflow_tracking_uri: http://mlflow:5000\n", True),
+        ("mlflow_tracking_uri: http://mlflow:5000\nuse_mlflow: false\n", False),
+        ("mlflow_experiment_name: ash\nuse_mlflow: false\n", True),
+        ("use_mlflow: false\n", False),
+    ],
+)
+def test_a_tracker_is_on_where_axolotl_turns_it_on(
+    tmp_path: Path, given: str, mlflow: bool
+) -> None:
+    track = recipe_of(tmp_path, ash_yaml=f"{ASH}{given}")[0].track
+    assert (track.mlflow is not None, track.trackio) == (mlflow, None)
 
 
 @pytest.mark.parametrize("double", [None, True, False])
