@@ -42,7 +42,8 @@ def hold(descriptor: int) -> None:
 
 def is_held(path: Path) -> bool:
     """Whether a process holds a file or folder by `hold`, also one of another container; of another
-    machine where the disk passes locks on. What this user may not open counts as held.
+    machine where the disk passes locks on: NFS does of files, and not of folders. What this user
+    may not open counts as held.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
