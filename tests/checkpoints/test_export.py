@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -179,10 +178,7 @@ def test_what_came_under_the_name_meanwhile_is_not_replaced(
             yield partial
 
     monkeypatch.setattr("ingot.checkpoints.export.atomic_folder", taken)
-    copies: tuple[Callable[..., Any], ...] = (
-        copy_adapter,
-        functools.partial(copy_model, export_type=None),
-    )
+    copies: tuple[Callable[..., Any], ...] = (copy_adapter, copy_model)
     for copy in copies:
         with pytest.raises(WrongInput, match=r"copy exists; choose another folder"):
             copy(adapter, target, overwrite=False)
