@@ -1,16 +1,20 @@
-"""What lies in folders of a disk, without gaps: `os.walk` and `glob` pass over a folder that cannot
-be listed, and `os.walk` over links to folders.
+"""What lies in folders of a disk, without gaps (`os.walk` and `glob` pass over a folder that cannot
+be listed, and `os.walk` over links to folders), and in those of object storage and of the web.
 """
 
 from __future__ import annotations
 
 import errno
 import fnmatch
+import functools
 import glob
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 from ingot.base.errors import WrongInput
+from ingot.base.remote import web
+from ingot.base.storage import is_remote, remote_storage
 
 _OF_FSCK = "lost+found"
 """The folder at the root of a disk that nobody but root may list."""
@@ -152,3 +156,74 @@ def _of_fsck(folder: str) -> bool:
 
 def _is_hidden(name: str) -> bool:
     return name.startswith(".")
+
+
+def find_files(pattern: str) -> list[str]:
+    """The files that `pattern` (a path, folder or glob) names, each once, sorted; [] if there are
+    none. Folders are walked recursively, those that a glob matches as well, and those that links
+    lead to. What exists by that very name is no glob, such as a folder `run[1]`.
+
+    Raises:
+        WrongInput: a local folder cannot be listed.
+    """
+    pattern = pattern.removeprefix("file://")
+    if is_remote(pattern):
+        filesystem, root = remote_storage().core.url_to_fs(pattern)
+        found = _remote_files(filesystem, root)
+        return sorted(filesystem.unstrip_protocol(name) for name in found)
+    is_glob = glob.has_magic(pattern) and not os.path.exists(pattern)
+    escaped = _literal_start(pattern, os.path.exists)
+    names = set(names_like(escaped) if is_glob else [pattern])
+    folders = sorted(filter(os.path.isdir, names))
+    files = {name for name in names.difference(folders) if is_there(name)}
+    return sorted(files.union(files_below(folders)))
+
+
+def is_hidden(file: str, pattern: str) -> bool:
+    """Whether a file that `find_files` found by `pattern` is hidden there, as what Finder, git or
+    Jupyter keep in a folder is: its name, or a folder of it that the pattern does not spell out,
+    begins with a dot. A file that is itself named is not.
+    """
+    named, full = _without_scheme(pattern).rstrip("/"), _without_scheme(file)
+    below = full[len(named) :] if f"{full}/".startswith(f"{named}/") else name_below(file, pattern)
+    return any(part.startswith(".") for part in below.split("/"))
+
+
+def name_below(file: str, pattern: str) -> str:
+    """The name of a file that `find_files` found by `pattern`, relative to the folder that this
+    names, or to the one before its first wildcard.
+    """
+    parts, full = _without_scheme(pattern).split("/"), _without_scheme(file)
+    plain = next((number for number, part in enumerate(parts) if glob.has_magic(part)), len(parts))
+    root = "/".join(parts[:plain]).rstrip("/")
+    if full == root or not full.startswith(root):
+        return full.rpartition("/")[2]
+    return full[len(root) :].lstrip("/")
+
+
+def _without_scheme(path: str) -> str:
+    return path.rpartition("://")[2].lstrip("/")
+
+
+def _literal_start(pattern: str, exists: Callable[[str], bool]) -> str:
+    """A glob in which the folders that exist by their very names are no globs."""
+    for place in reversed([at for at, each in enumerate(pattern) if at and each == "/"]):
+        folder = pattern[:place]
+        if glob.has_magic(folder) and exists(folder):
+            return glob.escape(folder) + pattern[place:]
+    return pattern
+
+
+def _remote_files(filesystem: Any, root: str) -> Iterable[str]:
+    there = functools.partial(web.exists, filesystem)
+    if not glob.has_magic(root) or there(root):
+        return web.files_at(filesystem, root)
+    files: set[str] = set()
+    walked: tuple[str, ...] = ()
+    for name, is_folder in sorted(web.named_like(filesystem, _literal_start(root, there)).items()):
+        if not is_folder:
+            files.add(name)
+        elif not name.startswith(walked):  # each walk is a request
+            files.update(web.files_at(filesystem, name))
+            walked = (f"{name.rstrip('/')}/",)
+    return files

@@ -14,10 +14,9 @@ from pathlib import Path
 
 from ingot.base.environment import NODE_VARIABLE
 from ingot.base.errors import Failed, WrongInput
-from ingot.base.locks import lock_file
 from ingot.base.processes import descends_from, is_alive, process_scope
 from ingot.base.progress import say
-from ingot.base.storage import disk_errors, make_folder
+from ingot.base.storage import disk_errors, lock_file, make_folder
 
 SET_ASIDE = "earlier"
 """The folder of earlier trainings that were set aside, each in a folder of its own."""

@@ -16,13 +16,13 @@ from itertools import islice, takewhile
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from ingot.base.locks import lock_file
 from ingot.base.masking import keys_hidden
 from ingot.base.progress import say
 from ingot.base.storage import (
     atomic_file,
     disk_errors,
     fsync_folder,
+    lock_file,
     make_folder,
     remove_partials_of,
 )

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import fcntl
 import functools
 import glob
 import hashlib
@@ -14,18 +15,17 @@ import io
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
 from ingot.base.errors import NO_ROOM, Failed, WrongInput
-from ingot.base.listing import files_below, is_there, names_like
-from ingot.base.locks import hold, is_held
 from ingot.base.processes import is_alive, process_scope
 from ingot.base.remote import web
 from ingot.base.remote.streams import WholeFile, version_of
 
 CHUNK_BYTES = 1 << 20
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP)
 _WRITER = re.compile(r"-(?:([0-9a-f]{8})-)?(\d+)$")
 _AT_FDCWD, _EXCHANGE = -100, 2  # Linux: AT_FDCWD, RENAME_EXCHANGE
 
@@ -42,7 +42,7 @@ def stays_inside(path: str | PurePosixPath) -> bool:
     return parts[:1] != ("/",) and ".." not in parts
 
 
-def _remote() -> Any:
+def remote_storage() -> Any:
     """fsspec, with gcsfs told that buckets are of the usual kind: it would otherwise probe each
     bucket through an API that not every endpoint supports, and warn; to ask the proxy of the
     network, as all other clients do; and with our client for web servers. Imported here: a command
@@ -63,7 +63,7 @@ def open_read(path: str | os.PathLike[str]) -> IO[bytes]:
     """
     if not is_remote(path):
         return Path(path).open("rb")
-    filesystem, name = _remote().core.url_to_fs(os.fspath(path))
+    filesystem, name = remote_storage().core.url_to_fs(os.fspath(path))
     return io.BufferedReader(WholeFile(filesystem, name), CHUNK_BYTES)
 
 
@@ -71,81 +71,10 @@ def is_file(path: str | os.PathLike[str]) -> bool:
     """Whether there is such a local or remote file; of a folder False."""
     if not is_remote(path):
         return Path(path).is_file()
-    filesystem, root = _remote().core.url_to_fs(os.fspath(path))
+    filesystem, root = remote_storage().core.url_to_fs(os.fspath(path))
     if web.is_web(filesystem):
         return web.exists(filesystem, root)
     return bool(filesystem.isfile(root))
-
-
-def find_files(pattern: str) -> list[str]:
-    """The files that `pattern` (a path, folder or glob) names, each once, sorted; [] if there are
-    none. Folders are walked recursively, those that a glob matches as well, and those that links
-    lead to. What exists by that very name is no glob, such as a folder `run[1]`.
-
-    Raises:
-        WrongInput: a local folder cannot be listed.
-    """
-    pattern = pattern.removeprefix("file://")
-    if is_remote(pattern):
-        filesystem, root = _remote().core.url_to_fs(pattern)
-        found = _remote_files(filesystem, root)
-        return sorted(filesystem.unstrip_protocol(name) for name in found)
-    is_glob = glob.has_magic(pattern) and not os.path.exists(pattern)
-    escaped = _literal_start(pattern, os.path.exists)
-    names = set(names_like(escaped) if is_glob else [pattern])
-    folders = sorted(filter(os.path.isdir, names))
-    files = {name for name in names.difference(folders) if is_there(name)}
-    return sorted(files.union(files_below(folders)))
-
-
-def is_hidden(file: str, pattern: str) -> bool:
-    """Whether a file that `find_files` found by `pattern` is hidden there, as what Finder, git or
-    Jupyter keep in a folder is: its name, or a folder of it that the pattern does not spell out,
-    begins with a dot. A file that is itself named is not.
-    """
-    named, full = _without_scheme(pattern).rstrip("/"), _without_scheme(file)
-    below = full[len(named) :] if f"{full}/".startswith(f"{named}/") else name_below(file, pattern)
-    return any(part.startswith(".") for part in below.split("/"))
-
-
-def name_below(file: str, pattern: str) -> str:
-    """The name of a file that `find_files` found by `pattern`, relative to the folder that this
-    names, or to the one before its first wildcard.
-    """
-    parts, full = _without_scheme(pattern).split("/"), _without_scheme(file)
-    plain = next((number for number, part in enumerate(parts) if glob.has_magic(part)), len(parts))
-    root = "/".join(parts[:plain]).rstrip("/")
-    if full == root or not full.startswith(root):
-        return full.rpartition("/")[2]
-    return full[len(root) :].lstrip("/")
-
-
-def _without_scheme(path: str) -> str:
-    return path.rpartition("://")[2].lstrip("/")
-
-
-def _literal_start(pattern: str, exists: Callable[[str], bool]) -> str:
-    """A glob in which the folders that exist by their very names are no globs."""
-    for place in reversed([at for at, each in enumerate(pattern) if at and each == "/"]):
-        folder = pattern[:place]
-        if glob.has_magic(folder) and exists(folder):
-            return glob.escape(folder) + pattern[place:]
-    return pattern
-
-
-def _remote_files(filesystem: Any, root: str) -> Iterable[str]:
-    there = functools.partial(web.exists, filesystem)
-    if not glob.has_magic(root) or there(root):
-        return web.files_at(filesystem, root)
-    files: set[str] = set()
-    walked: tuple[str, ...] = ()
-    for name, is_folder in sorted(web.named_like(filesystem, _literal_start(root, there)).items()):
-        if not is_folder:
-            files.add(name)
-        elif not name.startswith(walked):  # each walk is a request
-            files.update(web.files_at(filesystem, name))
-            walked = (f"{name.rstrip('/')}/",)
-    return files
 
 
 def stamp(path: str, *, fresh: bool = False) -> dict[str, Any]:
@@ -153,10 +82,10 @@ def stamp(path: str, *, fresh: bool = False) -> dict[str, Any]:
     object's version tag. `fresh`: as the storage tells it now, not as it was listed.
     """
     if is_remote(path):
-        filesystem, root = _remote().core.url_to_fs(path)
+        filesystem, root = remote_storage().core.url_to_fs(path)
         if fresh and filesystem.async_impl:
             # The client of a bucket. Its listing stays, for the other files of the folder.
-            filesystem, root = _remote().core.url_to_fs(path, use_listings_cache=False)
+            filesystem, root = remote_storage().core.url_to_fs(path, use_listings_cache=False)
         elif fresh:
             filesystem.invalidate_cache(root)
         return {"path": path, **version_of(filesystem, root)}
@@ -212,6 +141,55 @@ def make_folder(folder: Path) -> None:
     for one in reversed(made):
         with contextlib.suppress(PermissionError):  # where one may write and not look
             fsync_folder(one.parent)
+
+
+def lock_file(descriptor: int, path: str | os.PathLike[str], *, wait: bool) -> None:
+    """Lock an open file for this process alone, until the descriptor is closed.
+
+    Raises:
+        BlockingIOError: another process holds it, and we are not to wait.
+        WrongInput: its disk has no locks, without which two runs would write over each other.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        raise WrongInput(
+            f"{os.fspath(path)} cannot be locked ({error.strerror}): its disk is mounted without"
+            " locks; mount it with them (Lustre: the option `flock`; NFS: not `nolock`, and a lock"
+            " daemon), or choose another `output`"
+        ) from error
+
+
+def hold(descriptor: int) -> None:
+    """Lock what this process writes, until the descriptor is closed, for `is_held`. On a disk
+    without locks nothing tells others that it is being written.
+    """
+    with contextlib.suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def is_held(path: Path) -> bool:
+    """Whether a process holds a file or folder by `hold`, also one of another container; of another
+    machine where the disk passes locks on: NFS does of files, and not of folders. What this user
+    may not open counts as held.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return False
 
 
 @contextlib.contextmanager

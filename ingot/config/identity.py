@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from ingot.base.errors import WrongInput, differing
+from ingot.base.listing import find_files, is_hidden
 from ingot.base.markers import fingerprint
 from ingot.base.masking import knobs_hidden
 from ingot.base.runfolder import model_folder
-from ingot.base.storage import find_files, is_hidden, is_remote, sampled_sha256, sha256_file
+from ingot.base.storage import is_remote, sampled_sha256, sha256_file
 from ingot.config.doors import (
     FAMILIES,
     OBJECTIVES,

@@ -10,10 +10,10 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import NamedTuple
 
+from ingot.base.listing import find_files
 from ingot.base.markers import read_marker
 from ingot.base.remote.bucket import open_bucket
 from ingot.base.remote.index import NEVER_REPLICATED, read_index
-from ingot.base.storage import find_files
 from ingot.config.doors import TEMPLATES
 from ingot.config.recipe import Recipe
 from ingot.config.sections.rewards import RewardSettings

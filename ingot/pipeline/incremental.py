@@ -19,6 +19,7 @@ from typing import Any
 import ingot
 from ingot.base.environment import ranks
 from ingot.base.errors import Failed, IngotError, Stopped, WrongInput, differing
+from ingot.base.listing import find_files, is_hidden
 from ingot.base.markers import fingerprint
 from ingot.base.masking import keys_hidden, knobs_hidden
 from ingot.base.progress import say
@@ -35,7 +36,7 @@ from ingot.base.reports import (
 )
 from ingot.base.runfolder import RunFolder, check_no_other_run, folder_lock
 from ingot.base.runlog import record_event
-from ingot.base.storage import find_files, is_hidden, is_remote, stamp, write_atomic
+from ingot.base.storage import is_remote, stamp, write_atomic
 from ingot.config.identity import changes
 from ingot.config.load import dump_recipe
 from ingot.config.models.lineage import earlier_model

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from ingot.base.errors import Failed, WrongInput
+from ingot.base.listing import find_files
 from ingot.base.reports import EvaluationReport
-from ingot.base.storage import find_files, is_file, stamp
+from ingot.base.storage import is_file, stamp
 
 
 @dataclass(frozen=True)

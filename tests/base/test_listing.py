@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from ingot.base.errors import WrongInput
-from ingot.base.listing import names_like
+from ingot.base.listing import find_files, names_like
 from ingot.base.remote.memory import local_files
-from ingot.base.storage import find_files
 from tests.nobody import as_nobody, open_folder
 
 PATTERNS = """* ** ./* ./** a/** a/**/ */ */* */*/ **/*.jsonl **/c/** **/c/*.txt a//c/*.txt

@@ -14,6 +14,7 @@ import pytest
 
 from ingot.base import storage
 from ingot.base.errors import Failed, WrongInput
+from ingot.base.listing import find_files, is_hidden
 from ingot.base.processes import process_scope
 from ingot.base.runfolder import folder_lock
 from ingot.base.runlog import append_line
@@ -21,8 +22,6 @@ from ingot.base.storage import (
     atomic_file,
     atomic_folder,
     disk_errors,
-    find_files,
-    is_hidden,
     is_remote,
     open_read,
     remove_partials_of,

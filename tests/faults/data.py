@@ -908,7 +908,7 @@ FAULTS = [
     ),
     Fault(
         "folder-of-a-bucket-is-a-text",
-        "ingot/base/storage.py",
+        "ingot/base/listing.py",
         "files.update(web.files_at(filesystem, name))",
         "files.add(name)",
         "a glob in a bucket takes folders for empty texts and leaves out what is in them",
@@ -916,7 +916,7 @@ FAULTS = [
     ),
     Fault(
         "brackets-of-a-folder-are-a-glob",
-        "ingot/base/storage.py",
+        "ingot/base/listing.py",
         "is_glob = glob.has_magic(pattern) and not os.path.exists(pattern)",
         "is_glob = glob.has_magic(pattern)",
         "of a folder `run[1]` the files of `run1` are read",

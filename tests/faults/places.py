@@ -665,7 +665,7 @@ FAULTS = [
         "bucket-reads-no-line",
         "ingot/base/storage.py",
         "return io.BufferedReader(WholeFile(filesystem, name), CHUNK_BYTES)",
-        'return _remote().open(os.fspath(path), "rb").open()',
+        'return remote_storage().open(os.fspath(path), "rb").open()',
         "items of an evaluation in a bucket are told to be no lines",
         "tests/cli/test_check.py",
     ),

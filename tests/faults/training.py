@@ -1345,7 +1345,7 @@ FAULTS = [
     ),
     Fault(
         "items-at-an-address-of-a-file",
-        "ingot/base/storage.py",
+        "ingot/base/listing.py",
         'pattern = pattern.removeprefix("file://")',
         "pass",
         "a task's items at file:// are rewritten, and its values compare with those on the old ones",

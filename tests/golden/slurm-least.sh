@@ -22,7 +22,7 @@ tell() {
   echo '{"number": 10, "ranks": null, "by": "slurm"}' > "$note.partial" && mv "$note.partial" "$note.json"
 }
 trap tell USR1
-srun --export=ALL --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=1 bash -c 'PET_NODE_RANK=$SLURM_NODEID exec /opt/py/bin/python -m ingot.launch.node --rendezvous runs/small/jobs/train-1 --rendezvous-timeout-s 1620 --run-folder runs/small -- evaluate r.yaml' &
+srun --export=ALL --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=1 bash -c 'PET_NODE_RANK=$SLURM_NODEID exec /opt/py/bin/python -P -m ingot.launch.node --rendezvous runs/small/jobs/train-1 --rendezvous-timeout-s 1620 --run-folder runs/small -- evaluate r.yaml' &
 srun=$!
 wait $srun; code=$?
 while kill -0 $srun 2>/dev/null; do wait $srun; code=$?; done

@@ -14,12 +14,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from ingot.base.errors import Failed
-from ingot.base.locks import lock_file
 from ingot.base.remote.bucket import open_bucket
 from ingot.base.remote.index import IndexEntry, read_index
 from ingot.base.remote.service import Missing
 from ingot.base.remote.transfer import OtherContent, fetch_file
-from ingot.base.storage import disk_errors, write_atomic
+from ingot.base.storage import disk_errors, lock_file, write_atomic
 
 HIDDEN, NOTE, PARTIAL = ".later", "from.json", ".partial"
 PATIENCE_S = 20.0

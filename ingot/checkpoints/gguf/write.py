@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from ingot.base.errors import Failed, WrongInput
-from ingot.base.locks import hold
-from ingot.base.storage import disk_errors, fsync_folder, partial_of, remove_partials_of
+from ingot.base.storage import disk_errors, fsync_folder, hold, partial_of, remove_partials_of
 from ingot.checkpoints.gguf.families import (
     ROPE_FACTORS,
     Architecture,

@@ -11,9 +11,10 @@ from typing import Any
 
 from ingot.base.errors import Failed, WrongInput, one_line
 from ingot.base.hub import ASK_S
+from ingot.base.listing import find_files
 from ingot.base.markers import fingerprint
 from ingot.base.progress import say
-from ingot.base.storage import find_files, stamp
+from ingot.base.storage import stamp
 from ingot.config.sections.data import SourceSettings
 from ingot.data.documents.kinds import DocumentExtractor
 from ingot.data.documents.records import BadRecord, ParsedDocument

@@ -14,15 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ingot.base.errors import Failed, IngotError, WrongInput
-from ingot.base.storage import (
-    find_files,
-    is_file,
-    is_hidden,
-    is_remote,
-    name_below,
-    open_read,
-    stamp,
-)
+from ingot.base.listing import find_files, is_hidden, name_below
+from ingot.base.storage import is_file, is_remote, open_read, stamp
 from ingot.config.sections.data import SourceSettings
 from ingot.data.sources.kind import SourceKind
 from ingot.data.sources.source_file import (

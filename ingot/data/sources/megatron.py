@@ -13,8 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ingot.base.errors import WrongInput
+from ingot.base.listing import find_files
 from ingot.base.markers import fingerprint
-from ingot.base.storage import find_files, is_remote, sha256_file, stamp
+from ingot.base.storage import is_remote, sha256_file, stamp
 from ingot.config.sections.data import SourceSettings
 from ingot.data.columns.column import AGAIN, Column, bin_path, idx_path
 from ingot.data.sources.kind import SourceKind

@@ -14,14 +14,8 @@ from pathlib import Path, PurePosixPath
 
 from ingot.base.environment import secret
 from ingot.base.errors import Failed, IngotError, WrongInput
-from ingot.base.storage import (
-    CHUNK_BYTES,
-    atomic_file,
-    find_files,
-    is_remote,
-    open_read,
-    stays_inside,
-)
+from ingot.base.listing import find_files
+from ingot.base.storage import CHUNK_BYTES, atomic_file, is_remote, open_read, stays_inside
 from ingot.config.sections.deployment import Serve
 
 

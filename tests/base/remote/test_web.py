@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from ingot.base.errors import Failed
+from ingot.base.listing import find_files
 from ingot.base.remote.web import files_at, named_like, web_client
-from ingot.base.storage import find_files, is_file, open_read
+from ingot.base.storage import is_file, open_read
 from tests.lazy import lazy, require
 from tests.loopback import Loopback
 
