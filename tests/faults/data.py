@@ -8,7 +8,7 @@ FAULTS = [
     Fault(
         "earlier-manifest-unread",
         "ingot/data/columns/manifest.py",
-        "        return TypeAdapter(PreparedData).validate_python({name: marker[name] for name in names})",
+        "        return _as_read().validate_python({name: marker[name] for name in names})",
         "        return PreparedData(**{name: marker[name] for name in names})",
         "data that an earlier version prepared end each training in a TypeError, started again and again",
         "tests/data/test_prepare.py",

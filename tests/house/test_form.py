@@ -93,7 +93,6 @@ BOUNDARIES: dict[str, str] = {
     "ingot.data.engines.choose": "the one place that names all engines",
     "ingot.data.engines.spark": OPTIONAL,
     "ingot.data.sources.arrow_batches": "the damage that Arrow does not notice in its own formats",
-    "ingot.data.sources.megatron": "a kind of source, which the table of doors names",
     "ingot.models.hf.mxfp4": "a format of files, which nothing else knows",
     "ingot.models.nvidia": "what one vendor says of its devices",
     "ingot.parallel.meeting": "what ranks tell each other before there is a mesh",

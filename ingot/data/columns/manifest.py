@@ -4,6 +4,7 @@ marker. Also what a column holds, by its name: ids, a mask, or labels.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -198,13 +199,18 @@ def read_prepared(folder: Path) -> PreparedData:
             f"{folder / MANIFEST} lacks {', '.join(lacking)}; run `ingot prepare --again`"
         )
     try:
-        return TypeAdapter(PreparedData).validate_python({name: marker[name] for name in names})
+        return _as_read().validate_python({name: marker[name] for name in names})
     except ValidationError as error:
         place = ".".join(map(str, error.errors()[0]["loc"]))
         raise WrongInput(
             f"{folder / MANIFEST} has {place} as another version of ingot wrote it; run `ingot"
             " prepare --again`"
         ) from error
+
+
+@functools.cache
+def _as_read() -> TypeAdapter[PreparedData]:
+    return TypeAdapter(PreparedData)
 
 
 def missing_files(folder: Path, marker: dict[str, Any]) -> list[str]:

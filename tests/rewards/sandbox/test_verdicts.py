@@ -143,7 +143,7 @@ HONEST = {
 @pytest.mark.drawn(keep=7)
 @pytest.mark.parametrize("name", HONEST)
 def test_honest_code_passes(name: str) -> None:
-    verdict = run_trial(*HONEST[name], SandboxLimits(timeout=30))
+    verdict = run_trial(*HONEST[name], SandboxLimits(timeout=120))
     assert verdict is not None
     assert verdict.whole
     assert verdict.passed == verdict.tests > 0
