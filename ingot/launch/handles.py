@@ -17,6 +17,9 @@ from ingot.config.recipe import Recipe
 from ingot.launch.job import Handle, Job, JobState
 from ingot.launch.supervisor.supervise import FRESH
 
+SPENT = ".spent.json"
+"""How the file ends in which a supervisor keeps what its starts have used: it is no handle."""
+
 
 def jobs_folder(root: Path) -> Path:
     return root / "jobs"
@@ -36,7 +39,8 @@ def stored_handles(root: Path) -> list[Handle]:
     """The handles of all jobs of a run at other places, the newest first. Raises WrongInput as
     `find_handle` does.
     """
-    read = (_read(path) for path in jobs_folder(root).glob("*.*.json"))
+    files = jobs_folder(root).glob("*.*.json")
+    read = (_read(path) for path in files if not path.name.endswith(SPENT))
     found = [handle for handle in read if handle is not None]
     return sorted(found, key=lambda handle: handle.started, reverse=True)
 

@@ -18,7 +18,7 @@ from ingot.base.progress import duration, say
 from ingot.base.storage import write_atomic
 from ingot.cloud.prices import SHORTEST_RUN_S, hourly_price_of, time_limit_s
 from ingot.config.recipe import Recipe
-from ingot.launch.handles import find_handle
+from ingot.launch.handles import SPENT, find_handle
 from ingot.launch.job import Handle, Job, Launcher, QueueLauncher, launcher_of
 from ingot.launch.rendezvous import EXIT, Rendezvous
 
@@ -42,7 +42,7 @@ class SpendingMeter:
     """
 
     def __init__(self, root: Path, name: str, dollars_an_hour: float) -> None:
-        self._path, self._rate = root / "jobs" / f"{name}.spent.json", dollars_an_hour
+        self._path, self._rate = root / "jobs" / f"{name}{SPENT}", dollars_an_hour
 
     def used(self) -> tuple[float, float]:
         """Seconds and US dollars, including the running start."""
