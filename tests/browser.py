@@ -20,6 +20,8 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
+from tests.patience import PATIENCE_S
+
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 ANSWER_S = 60.0
 
@@ -77,7 +79,7 @@ class Tab:
             raise AssertionError(f"{code}: {answer['exceptionDetails']}")
         return answer["result"].get("value")
 
-    def wait(self, code: str, timeout_s: float = 30.0) -> Any:
+    def wait(self, code: str, timeout_s: float = PATIENCE_S) -> Any:
         """Wait until an expression is true."""
         until = time.monotonic() + timeout_s
         while True:

@@ -32,6 +32,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from ingot.base.processes import die_with_parent
+from tests.patience import PATIENCE_S
 
 FIXED = ("PYTHON", "LD_", "HF_", "TRANSFORMERS_", "MKL_", "KMP_", "TORCH_", "CUDA_", "TMPDIR")
 """Beginnings of names of variables that libraries read when they are imported."""
@@ -54,7 +55,7 @@ class Adoption:
 
 
 def be_adopted(adoption: Adoption) -> None:
-    until = time.monotonic() + 60
+    until = time.monotonic() + PATIENCE_S
     while os.getppid() != adoption.parent:
         if time.monotonic() > until:
             os._exit(1)

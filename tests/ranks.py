@@ -14,6 +14,7 @@ import torch
 
 from ingot.serve.http.listen import kept_port
 from tests.forks import Process, start_call
+from tests.patience import PATIENCE_S
 
 DONE, FAILED = b"+", b"-"
 GRACE_S = 2
@@ -26,7 +27,7 @@ def free_port() -> int:
 
 
 def run_ranks(
-    world: int, function: Callable[..., Any], *arguments: Any, timeout_s: float = 60
+    world: int, function: Callable[..., Any], *arguments: Any, timeout_s: float = PATIENCE_S
 ) -> list[Any]:
     """`function(*arguments)` on each of `world` ranks (a function of a module, picklable
     arguments); results in the order of ranks.

@@ -21,6 +21,8 @@ PROJECT = Path(__file__).parents[1]
 TIMES = Path(__file__).with_name("times.json")
 """Seconds that each test file takes, for the order alone; `make times` writes it."""
 UNKNOWN_S = 4.0
+CHANCES = {"tests": 1 / 3, "cases of one test": 1 / 2}
+"""Of a group of which one is kept: that it is."""
 HOW = {
     r"strace|traced": "apt install strace, as root",
     r"slurm|munge|sbatch": "apt install slurm-wlm munge, as root",
@@ -91,7 +93,7 @@ class Session:
 def leave_to_chance(items: list[pytest.Item], seed: str) -> None:
     """Of the tests with the same `drawn` mark, which prove alike things at length, all but one, or
     as many as its `keep` says, count as slow; the seed decides which. Of the groups that keep one,
-    every second seed leaves out even that: they are many, and half of all that is long.
+    many seeds leave out even that: they are many, and half of all that is long.
     """
     groups: dict[str, list[pytest.Item]] = defaultdict(list)
     marks: dict[str, list[pytest.Mark]] = defaultdict(list)
@@ -106,7 +108,9 @@ def leave_to_chance(items: list[pytest.Item], seed: str) -> None:
         group.sort(key=lambda item: item.nodeid)
         keep = min(max(mark.kwargs.get("keep", 1) for mark in marks[name]), len(group))
         chance = random.Random(f"{seed} {name}")
-        drawn = chance.sample(range(len(group)), keep) if keep > 1 or chance.random() < 0.5 else []
+        often = CHANCES["tests" if marks[name][0].args else "cases of one test"]
+        kept = keep > 1 or chance.random() < often
+        drawn = chance.sample(range(len(group)), keep) if kept else []
         for place, item in enumerate(group):
             if place not in drawn:
                 item.add_marker(pytest.mark.slow)

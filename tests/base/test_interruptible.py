@@ -18,6 +18,7 @@ from ingot.base import interruptible as this
 from ingot.base.interruptible import interruptible
 from ingot.cli.guard import SignalReceived, listen_to_signals
 from ingot.train.interrupts import LeaveNow, StopSignals
+from tests.patience import PATIENCE_S
 
 BEGINS = """
 import hashlib, signal
@@ -54,7 +55,7 @@ def test_native_code_is_left_at_once(call: str) -> None:
         assert child.stdout.readline() == "begins\n"
         time.sleep(0.5)
         child.send_signal(signal.SIGINT)
-        child.communicate(timeout=30)
+        child.communicate(timeout=PATIENCE_S)
         assert child.returncode == 130
     finally:
         child.kill()

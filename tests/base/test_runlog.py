@@ -12,6 +12,7 @@ import pytest
 
 from ingot.base.runlog import FailSafeSink, JsonLines, Resumed, TensorBoard, read_lines
 from tests.lazy import lazy
+from tests.patience import PATIENCE_S
 
 EventAccumulator = lazy(
     "tensorboard.backend.event_processing.event_accumulator", "EventAccumulator"
@@ -175,7 +176,7 @@ def test_wandb_offline_keeps_every_value(tmp_path: Path) -> None:
         check=True,
         env=environment,
         capture_output=True,
-        timeout=120,
+        timeout=PATIENCE_S,
     )
     (stored,) = (tmp_path / "logs").glob("wandb/offline-run-*/run-run-id-1.wandb")
     read = subprocess.run(
@@ -183,7 +184,7 @@ def test_wandb_offline_keeps_every_value(tmp_path: Path) -> None:
         check=True,
         env=environment,
         capture_output=True,
-        timeout=120,
+        timeout=PATIENCE_S,
         text=True,
     )
     lines = [json.loads(line) for line in read.stdout.splitlines()]

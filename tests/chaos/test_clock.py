@@ -22,6 +22,7 @@ from tests.train.test_run import metrics, stop_after, weights
 KNOBS: dict[str, Any] = {"train__steps": 8, "checkpoint__every": 2, "train__evaluate_every": 3}
 
 
+@pytest.mark.drawn("a clock that runs backwards")
 def test_training_dies_and_goes_on_while_the_clock_runs_backwards(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

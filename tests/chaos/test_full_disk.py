@@ -47,6 +47,7 @@ def fill(disk: Path, free: int) -> Path:
     return stuff
 
 
+@pytest.mark.drawn("a full disk", keep=2)
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_a_disk_that_fills_up_in_the_midst_of_a_save(asynchronous: bool, tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", MEGABYTES) as disk:
@@ -90,6 +91,7 @@ def test_a_disk_that_fills_up_in_the_midst_of_a_save(asynchronous: bool, tmp_pat
         saver.close()
 
 
+@pytest.mark.drawn("a full disk", keep=2)
 def test_wherever_it_fills_up_there_is_a_whole_checkpoint_and_it_is_said(tmp_path: Path) -> None:
     """From no room at all, page by page, to all that it needs: within any of its files, and within
     the marker.
@@ -153,12 +155,14 @@ def two_ranks(disk: Path) -> list[str]:
         return told
 
 
+@pytest.mark.drawn("a full disk", keep=2)
 def test_both_of_two_ranks_are_told(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", MEGABYTES) as disk:
         assert run_ranks(2, two_ranks, disk) == [["1", "disk full", "3"]] * 2
         assert [found.step for found in committed(disk / "checkpoints")] == [3, 1]
 
 
+@pytest.mark.drawn("a full disk", keep=2)
 def test_a_training_whose_disk_fills_up_says_so_and_goes_on_when_there_is_space(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -35,6 +35,7 @@ from ingot.parallel.mesh import running_mesh
 from ingot.train.resume import FIELDS, find_start
 from tests.checkpoints.states import assert_equal, flip_bit, load, state_of, train, trained
 from tests.gcs import KEPT_BYTES, Server, crc32c, serving
+from tests.patience import PATIENCE_S
 from tests.ranks import run_ranks
 
 URL = "gs://bucket/runs/one"
@@ -521,7 +522,7 @@ def test_a_run_killed_while_it_sends_does_so_again(
     assert sorted(contents(folder)) == sorted([*FILES, COMMIT]), "no note is left"
 
 
-def until(condition: Callable[[], bool], limit_s: float = 30.0) -> None:
+def until(condition: Callable[[], bool], limit_s: float = PATIENCE_S) -> None:
     end = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < end

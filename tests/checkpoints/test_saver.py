@@ -62,6 +62,7 @@ def saved_while_training(folder: Path, asynchronous: bool) -> tuple[State, State
         return before, after, [item.step for item in saved]
 
 
+@pytest.mark.drawn(keep=2)
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_what_comes_back_is_what_was_when_save_was_called(
@@ -153,6 +154,7 @@ def test_save_comes_back_at_once_and_tells_what_it_took(tmp_path: Path) -> None:
     saver.close()
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_save_at_the_end_is_all_waiting_and_copies_nothing(
     asynchronous: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -478,6 +480,7 @@ def test_what_is_committed_here_goes_to_the_mirror(tmp_path: Path) -> None:
     assert [item.step for item in saved] == [3]
 
 
+@pytest.mark.drawn(keep=2)
 @pytest.mark.parametrize(("rank", "what"), [(1, "put"), (0, "commit"), (0, "retain")])
 def test_a_mirror_that_fails_is_an_error_of_all_and_the_checkpoint_here_stands(
     rank: int, what: str, tmp_path: Path

@@ -11,10 +11,11 @@ import tempfile
 from pathlib import Path
 
 from tests import forks
+from tests.patience import PATIENCE_S
 
 
 def ingot(
-    *arguments: str, cwd: Path | None = None, timeout_s: float = 120, **environment: str
+    *arguments: str, cwd: Path | None = None, timeout_s: float = PATIENCE_S, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """The finished command, with what it printed. `environment` is added to this process's, without
     its knobs.
@@ -56,7 +57,7 @@ def start_ingot(
 
 
 def ingot_afresh(
-    *arguments: str, cwd: Path | None = None, timeout_s: float = 120, **environment: str
+    *arguments: str, cwd: Path | None = None, timeout_s: float = PATIENCE_S, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """As `ingot`, in a new interpreter."""
     return subprocess.run(

@@ -25,6 +25,7 @@ from ingot.cli.guard import SignalReceived, guarded, write_any_text
 from ingot.cli.output import print_json
 from tests.cli.commands import clean_environment, command, ingot
 from tests.launch.blocking import blocking_argv, wait_until, waiting_on
+from tests.patience import PATIENCE_S
 
 # `ingot ...` in the examples under --help, by the verbs they stand under.
 ROOT: Any = typer.main.get_command(app)
@@ -204,7 +205,7 @@ def test_a_signal_ends_a_verb_with_one_line(
     )
     wait_until(lambda: len(waiting_on(argv)) == 1)
     process.send_signal(number)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == code
     assert err == f"stopped by {number.name}\n"
 
@@ -249,7 +250,7 @@ def test_nobody_who_reads_the_messages_is_no_error(words: list[str]) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     given = [sys.executable, "-m", *words]
-    done = subprocess.run(given, stderr=writer, timeout=60, check=False)
+    done = subprocess.run(given, stderr=writer, timeout=PATIENCE_S, check=False)
     os.close(writer)
     assert done.returncode == 2
 
@@ -273,6 +274,7 @@ sys.exit(subprocess.run([sys.executable, "-c", ask], **given).returncode)
 """
 
 
+@pytest.mark.drawn(keep=2)
 @pytest.mark.parametrize("closed", [(0,), (1,), (2,), (0, 1, 2)])
 def test_what_is_started_without_streams_and_its_children_have_empty_ones(
     closed: tuple[int, ...],
@@ -424,7 +426,7 @@ def test_what_is_stopped_while_verbs_are_read_ends_as_later(
         [sys.executable, "-c", EARLY, str(int(number))],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE_S,
         check=False,
         env={**os.environ, "RANK": rank},
     )
@@ -457,7 +459,7 @@ def test_a_rank_that_failed_takes_nothing_apart(world: str) -> None:
         [sys.executable, "-c", FAILING],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE_S,
         check=False,
         env={**os.environ, "WORLD_SIZE": world},
     )

@@ -16,6 +16,7 @@ import pytest
 from ingot.cli.completion import KNOBS, complete_arguments
 from ingot.config.knobs import all_knobs
 from tests.cli.commands import clean_environment, ingot
+from tests.patience import PATIENCE_S
 
 
 @pytest.mark.parametrize(
@@ -117,7 +118,7 @@ def test_in_a_real_bash(tmp_path: Path) -> None:
         os.close(leader)
 
 
-def _await(terminal: int, text: str, timeout_s: float = 60.0) -> None:
+def _await(terminal: int, text: str, timeout_s: float = PATIENCE_S) -> None:
     """Read a terminal until it shows `text`."""
     shown, until = "", time.monotonic() + timeout_s
     while text not in shown:

@@ -17,6 +17,7 @@ import pytest
 
 from ingot.serve.http.listen import kept_port
 from tests.cli.commands import clean_environment, command, ingot
+from tests.patience import PATIENCE_S
 from tests.registry.vertex_place import IMAGE, Place, opened
 
 
@@ -88,7 +89,7 @@ def _container(place: Place, name: str) -> Iterator[Any]:
         env=clean_environment(**variables),
         stderr=subprocess.PIPE,
     )
-    address, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 120
+    address, deadline = f"http://127.0.0.1:{port}", time.monotonic() + PATIENCE_S
     try:
         while True:
             with contextlib.suppress(httpx.HTTPError):
@@ -100,7 +101,7 @@ def _container(place: Place, name: str) -> Iterator[Any]:
         yield lambda deployed, instances, parameters: httpx.post(
             address + spec.predict_route,
             json={"instances": instances, "parameters": parameters},
-            timeout=60,
+            timeout=PATIENCE_S,
         ).json()["predictions"]
     finally:
         server.terminate()

@@ -20,6 +20,7 @@ from ingot.config.load import dump_recipe
 from ingot.launch.supervisor.supervise import committed_steps
 from tests.cli.commands import clean_environment, command, ingot
 from tests.launch.blocking import wait_until
+from tests.patience import PATIENCE_S
 from tests.small import small_recipe
 
 
@@ -75,7 +76,7 @@ def test_a_detached_training_is_found_followed_cancelled_and_goes_on(place: Path
         cancelled = ingot("launch", "cancel", "runs/small", cwd=place)
         assert cancelled.returncode == 0, cancelled.stderr
         assert cancelled.stderr == "train: cancelled\n"
-        out, _ = follower.communicate(timeout=60)
+        out, _ = follower.communicate(timeout=PATIENCE_S)
     finally:
         if psutil.pid_exists(int(handle["id"])):
             os.killpg(int(handle["id"]), signal.SIGKILL)
@@ -118,7 +119,7 @@ def test_a_killed_training_is_started_again(verb: tuple[str, ...], place: Path) 
             lambda: [event["kind"] for event in read_lines(run.events)].count("start") == 2, 60
         )
         process.send_signal(signal.SIGTERM)
-        _, said = process.communicate(timeout=60)
+        _, said = process.communicate(timeout=PATIENCE_S)
     finally:
         process.kill()
     assert process.returncode == 75, said

@@ -46,6 +46,7 @@ def test_predict_as_json(model_folder: Path, capsys: pytest.CaptureFixture[str])
     assert (told["prompt"], told["answer"]) == ("the bright", answer)
 
 
+@pytest.mark.drawn("an interpreter of its own")
 def test_a_model_of_transformers_answers_and_ends_well(tmp_path: Path) -> None:
     """In an interpreter of its own, which is taken apart at its end."""
     done = ingot_afresh("predict", str(unknown(tmp_path / "gpt2")), "the", "max_tokens=5")

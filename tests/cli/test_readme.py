@@ -20,6 +20,7 @@ import pytest
 from tests.cli.commands import clean_environment, ingot, start_ingot
 from tests.cli.tiny_model import write_model
 from tests.docs.typed import PROJECT, SHORT, SMALLEST, TUNED, blocks, page
+from tests.patience import PATIENCE_S
 from tests.ranks import free_port
 from tests.small import write_documents
 
@@ -193,7 +194,7 @@ def serve_and_ask(name: str, folder: Path, **variables: str) -> None:
     arguments = shlex.split(serving(name).replace("8080", port))[1:]
     server = start_ingot(*arguments, cwd=folder, stderr=subprocess.PIPE, **variables)
     try:
-        deadline = time.monotonic() + 90
+        deadline = time.monotonic() + PATIENCE_S
         while not answers(port):
             assert server.poll() is None, server.stderr.read() if server.stderr else ""
             assert time.monotonic() < deadline
@@ -254,7 +255,7 @@ def test_serving_and_the_python_example(place: Path) -> None:
         command.split(), cwd=place, env=environment(), stderr=subprocess.PIPE, text=True
     )
     try:
-        deadline = time.monotonic() + 90
+        deadline = time.monotonic() + PATIENCE_S
         while not answers(port):
             assert server.poll() is None, server.stderr.read() if server.stderr else ""
             assert time.monotonic() < deadline

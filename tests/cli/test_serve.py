@@ -13,6 +13,7 @@ from ingot.base.reports import EvaluationReport, Metric
 from ingot.registry.local import LocalRegistry
 from ingot.serve.predict import predict
 from tests.cli.commands import clean_environment, command, ingot
+from tests.patience import PATIENCE_S
 
 
 @pytest.mark.drawn("served folders and names")
@@ -63,7 +64,7 @@ def test_a_registered_model_is_served_by_its_name_and_says_its_version(
         greeting = server.stderr.readline()
         try:
             assert greeting.startswith("serving fox@v2 at http://"), greeting
-            with httpx.Client(base_url=greeting.split()[-1], timeout=60) as client:
+            with httpx.Client(base_url=greeting.split()[-1], timeout=PATIENCE_S) as client:
                 (model,) = client.get("/v1/models").json()["data"]
                 assert (model["id"], model["version"]) == ("fox@v2", 2)
                 body = {"model": "fox", "prompt": "the", "max_tokens": 2}

@@ -15,6 +15,7 @@ import pytest
 from ingot.base.errors import Failed, WrongInput
 from ingot.cloud.build_inputs import BuildSource, ingot_source
 from tests.cloud.checkout import PROJECT, committed, git, plain, running_from
+from tests.patience import PATIENCE_S
 
 
 def names(made: BuildSource) -> set[str]:
@@ -143,7 +144,7 @@ def test_an_installed_ingot_builds_images_too(tmp_path: Path) -> None:
             str(tmp_path / "venv"),
         ],
         check=True,
-        timeout=120,
+        timeout=PATIENCE_S,
     )
     python = tmp_path / "venv" / "bin" / "python"
     subprocess.run(
@@ -165,7 +166,7 @@ def test_an_installed_ingot_builds_images_too(tmp_path: Path) -> None:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr

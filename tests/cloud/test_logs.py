@@ -57,6 +57,7 @@ def test_an_entry_that_comes_late_is_not_lost(
     assert read_entries(google_, FILTER, after)[0] == []
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("apart", [1, 0])
 def test_more_in_one_second_than_a_question_holds_does_not_freeze_it(
     apart: int, place: tuple[GoogleClients, vertex_jobs.State]

@@ -19,6 +19,7 @@ from ingot.cloud.vertex import tensorboard
 from ingot.cloud.vertex.tensorboard import TensorboardRun, upload_metrics
 from ingot.config.sections.deployment import Cloud
 from tests.fakes import google, tensorboards
+from tests.patience import PATIENCE_S
 
 
 @pytest.fixture
@@ -181,7 +182,7 @@ def test_what_is_logged_last_is_there_when_the_run_is_over(
     path = tmp_path / "metrics.jsonl"
     with upload_metrics(google_, "run", path):
         logged(path, range(2))
-        until = time.monotonic() + 30
+        until = time.monotonic() + PATIENCE_S
         while len(state.points.get("train/loss", [])) < 2 and time.monotonic() < until:
             time.sleep(0.01)
         assert len(state.points["train/loss"]) == 2

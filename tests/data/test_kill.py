@@ -15,6 +15,7 @@ import pytest
 from ingot.config.load import dump_recipe
 from ingot.config.recipe import Recipe
 from tests.data.small import everything, recipe, sentences, write_jsonl
+from tests.patience import PATIENCE_S
 
 SCRIPT = """
 import sys
@@ -87,7 +88,7 @@ def test_killed_and_run_again(
     workers = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    _, alive = psutil.wait_procs(workers, timeout=20)
+    _, alive = psutil.wait_procs(workers, timeout=PATIENCE_S)
     assert not alive, "workers outlive their parent"
     again = start(tmp_path, made)
     again.communicate()
@@ -99,7 +100,7 @@ def with_workers(process: subprocess.Popen[str]) -> list[psutil.Process]:
     """Wait until the process has workers that work."""
     assert process.stdout is not None
     process.stdout.readline()
-    until = time.monotonic() + 60
+    until = time.monotonic() + PATIENCE_S
     while time.monotonic() < until:
         # Workers are forked by a child, whose only business that is.
         children = psutil.Process(process.pid).children()
@@ -114,7 +115,7 @@ def test_a_worker_that_dies_is_told(tmp_path: Path) -> None:
     made = small(tmp_path)
     process = start(tmp_path, made)
     with_workers(process)[0].kill()
-    _, told = process.communicate(timeout=60)
+    _, told = process.communicate(timeout=PATIENCE_S)
     assert process.returncode
     assert "a worker process died, perhaps for want of memory; run the same command again" in told
 
@@ -126,8 +127,8 @@ def test_interrupted_workers_stop_at_once(tmp_path: Path) -> None:
     workers = with_workers(process)
     process.send_signal(signal.SIGINT)
     began = time.monotonic()
-    process.wait(timeout=60)
+    process.wait(timeout=PATIENCE_S)
     assert time.monotonic() - began < 30
-    _, alive = psutil.wait_procs(workers, timeout=20)
+    _, alive = psutil.wait_procs(workers, timeout=PATIENCE_S)
     assert not alive
     assert not (made.folder.columns / "manifest.json").exists()

@@ -248,6 +248,7 @@ def test_damaged_files_are_made_again(tmp_path: Path, source: Path) -> None:
     assert everything(small.folder.data) == before
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("kill", [1, 3])
 def test_what_a_killed_run_was_about_to_replace_does_not_stay(
     kill: int, tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
@@ -274,6 +275,7 @@ def test_what_a_killed_run_was_about_to_replace_does_not_stay(
     assert sorted(os.listdir(other.folder.data)) == ["columns", "raw", "tokenizer"]
 
 
+@pytest.mark.drawn(keep=3)
 @pytest.mark.parametrize(
     ("knobs", "relearns"),
     [
@@ -452,6 +454,7 @@ def test_files_are_held_out_whole(tmp_path: Path) -> None:
     assert len(set(held())) > 2
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("most", [None, 60])
 def test_held_out_copies_of_what_is_trained_on_are_told(
     most: int | None,
@@ -665,6 +668,7 @@ def test_a_sample_is_spread_over_everything(tmp_path: Path) -> None:
     assert len(sampled(10 * total)) == sum(1 for _ in read_documents(small, "train"))
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("fraction", [1.0, 0.5])
 def test_a_sample_is_as_large_as_asked_for_whatever_is_not_trained_on(
     tmp_path: Path, fraction: float

@@ -204,6 +204,7 @@ def _be_pytest(folder: Path, tests: Sequence[str], told: Path, without: Sequence
     sys.path[:] = [str(folder), *(path for path in sys.path if path not in ("", str(PROJECT)))]
     sys.meta_path[:] = [finder for finder in sys.meta_path if "editable" not in repr(finder)]
     os.environ.update(PYTHONPATH=str(folder), OMP_NUM_THREADS="1")
+    os.environ["TEST_PATIENCE_S"] = "60"  # many faults are caught by what never comes
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.dont_write_bytecode = False
     with (folder / ".pytest.log").open("ab") as log, Path(os.devnull).open() as nothing:

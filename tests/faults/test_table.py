@@ -52,6 +52,7 @@ def test_comments_and_breaks_of_lines_are_no_change() -> None:
     assert tokens("a = f(1)") != tokens("a = f(2)")
 
 
+@pytest.mark.drawn("the graph of imports")
 def test_a_fault_is_tried_first_where_it_is_likely_to_be_caught() -> None:
     fault = next(fault for fault in FAULTS if fault.by)
     assert likely(fault)[0] == fault.by

@@ -5,9 +5,11 @@ lengths.
 from __future__ import annotations
 
 import ast
+import contextlib
+import gc
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 
 import ingot
@@ -39,8 +41,20 @@ class Function:
 class Module:
     name: str
     path: Path
-    tree: ast.Module
-    lines: int
+    text: str
+
+    @property
+    def lines(self) -> int:
+        return len(self.text.splitlines())
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        with uncollected():
+            return ast.parse(self.text, str(self.path))
+
+    @cached_property
+    def imports(self) -> tuple[Import, ...]:
+        return tuple(_imports(self.tree, "", False, {module.name for module in modules()}))
 
     @property
     def room(self) -> str:
@@ -51,10 +65,6 @@ class Module:
     @property
     def where(self) -> str:
         return str(self.path.relative_to(PROJECT))
-
-    def imports(self) -> Iterator[Import]:
-        known = {module.name for module in modules()}
-        yield from _imports(self.tree, "", False, known)
 
     def classes(self) -> Iterator[str]:
         """Names of all classes, those inside of others and of functions too."""
@@ -74,9 +84,22 @@ def modules() -> tuple[Module, ...]:
     found = []
     for path in sorted(PACKAGE.rglob("*.py")):
         name = ".".join(path.relative_to(PROJECT).with_suffix("").parts).removesuffix(".__init__")
-        text = path.read_text(encoding="utf-8")
-        found.append(Module(name, path, ast.parse(text, str(path)), len(text.splitlines())))
+        found.append(Module(name, path, path.read_text(encoding="utf-8")))
     return tuple(found)
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Trees of code are many objects that stay, through all of which the collector of garbage would
+    look again and again.
+    """
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
 
 
 def _imports(node: ast.AST, inside: str, typing_only: bool, known: set[str]) -> Iterator[Import]:

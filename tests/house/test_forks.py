@@ -24,6 +24,7 @@ from tests import adopted
 from tests.cli.commands import ingot, ingot_afresh, start_ingot
 from tests.forks import can_fork, start_call
 from tests.launch.blocking import wait_until
+from tests.patience import PATIENCE_S
 from tests.ranks import run_ranks
 
 
@@ -198,7 +199,7 @@ def test_what_the_program_starts_here_is_a_forked_child_of_ours(
     assert forked == [process.pid]
     assert psutil.Process(process.pid).ppid() == os.getpid()
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=30)
+    process.communicate(timeout=PATIENCE_S)
     assert process.returncode == -signal.SIGTERM
     code, said = run_ingot(["show", "nothing"])
     assert (code, len(forked)) == (2, 2), said

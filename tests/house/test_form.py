@@ -107,7 +107,7 @@ def test_small_modules_stand_where_they_are_read() -> None:
     """What only one neighbour imports, and is read together with it, belongs into one file."""
     readers: dict[str, set[str]] = defaultdict(set)
     for module in modules():
-        for item in module.imports():
+        for item in module.imports:
             readers[item.module].add(module.name)
     lonely = {
         module.name: f"{module.where}: {module.lines} lines, read by {reader} alone"

@@ -158,7 +158,7 @@ def _room(name: str) -> str:
 def _ours(module: Module) -> list[Import]:
     return [
         item
-        for item in module.imports()
+        for item in module.imports
         if item.module == "ingot" or item.module.startswith("ingot.")
     ]
 
@@ -230,7 +230,7 @@ def test_imports_stand_at_the_top() -> None:
         {(library, owner) for library in LAZY_OWNERS for owner in LAZY_OWNERS[library]},
     )
     for module in modules():
-        for item in module.imports():
+        for item in module.imports:
             library = item.module.split(".")[0]
             lazy_verb = module.room == "cli" and library in ("ingot", "rich", "httpx")
             if not item.inside or lazy_verb:
@@ -262,7 +262,7 @@ def test_torch_stays_out_of_the_ground_and_the_place_wing() -> None:
         module.name
         for module in modules()
         if module.room in free
-        for item in module.imports()
+        for item in module.imports
         if item.module.split(".")[0] == "torch" and not item.inside
     }
     assert found <= {"ingot.data.batches.loader"}

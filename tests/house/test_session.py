@@ -97,6 +97,7 @@ def test_one_of_a_group_is_drawn_by_the_commit(tmp_path: Path) -> None:
     assert seen == {"test_a[1]", "test_a[2]", "test_a[3]", "test_b", "test_c", "test_d", *each}
 
 
+@pytest.mark.drawn("the graph of imports")
 def test_a_change_runs_the_tests_above_it_and_no_others() -> None:
     page = graph.tests_of(["ingot/report/page.py"])
     assert "tests/report/test_page.py" in page

@@ -17,6 +17,7 @@ import pytest
 from ingot.serve.http.listen import kept_port
 from tests.cli.commands import clean_environment
 from tests.images.instructions import IMAGES
+from tests.patience import PATIENCE_S
 from tests.serve.tiny import make_folder
 
 PROJECT = IMAGES.parent
@@ -44,7 +45,7 @@ def started(
 
 def done(script: str, *arguments: str, **environment: str) -> tuple[int, str, str]:
     process = started(script, *arguments, **environment)
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=PATIENCE_S)
     return process.returncode, out, err
 
 
@@ -121,7 +122,7 @@ def test_the_server_answers_by_the_contract(tmp_path: Path, where: str) -> None:
     }
     process = started("serve.sh", "serve.max_batch=2", cwd=tmp_path, **environment)
     try:
-        url, until = f"http://127.0.0.1:{port}", time.monotonic() + 90
+        url, until = f"http://127.0.0.1:{port}", time.monotonic() + PATIENCE_S
         while True:
             assert process.poll() is None, process.communicate()
             assert time.monotonic() < until
@@ -134,7 +135,9 @@ def test_the_server_answers_by_the_contract(tmp_path: Path, where: str) -> None:
             "instances": ["the quick", {"prompt": "brown"}],
             "parameters": {"max_tokens": 3, "temperature": 0},
         }
-        answer = httpx.post(f"{url}/v1/endpoints/1/deployedModels/2:predict", json=body, timeout=60)
+        answer = httpx.post(
+            f"{url}/v1/endpoints/1/deployedModels/2:predict", json=body, timeout=PATIENCE_S
+        )
         assert answer.status_code == 200
         assert len(answer.json()["predictions"]) == 2
         process.send_signal(signal.SIGTERM)

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import psutil
 
+from tests.patience import PATIENCE_S
+
 
 def blocking_argv(folder: Path) -> tuple[str, ...]:
     pipe = folder / "never.yaml"
@@ -20,7 +22,7 @@ def blocking_argv(folder: Path) -> tuple[str, ...]:
     return ("show", "config", str(pipe))
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+def wait_until(condition: Callable[[], bool], timeout_s: float = PATIENCE_S) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "waited too long"

@@ -25,6 +25,7 @@ from ingot.config.recipe import Recipe
 from ingot.launch.node.ranks import free_port
 from tests import forks
 from tests.launch.blocking import wait_until
+from tests.patience import PATIENCE_S
 from tests.small import copy_of, small_recipe
 
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
@@ -58,18 +59,18 @@ def ingot(*arguments: object, cwd: Path, **variables: str) -> forks.Process:
     )
 
 
-def ended(process: forks.Process, seconds: float = 180) -> tuple[int, str, str]:
+def ended(process: forks.Process, seconds: float = PATIENCE_S) -> tuple[int, str, str]:
     """Exit code, standard output and messages."""
     try:
         out, err = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
         process.send_signal(signal.SIGKILL)
-        out, err = process.communicate(timeout=30)
+        out, err = process.communicate(timeout=PATIENCE_S)
         raise AssertionError(f"still running after {seconds} s; it said:\n{err}\n{out}") from None
     return process.returncode, out, err
 
 
-def until_it_says(process: forks.Process, text: str, seconds: float = 120) -> str:
+def until_it_says(process: forks.Process, text: str, seconds: float = PATIENCE_S) -> str:
     """Wait for words among a command's messages; what it said up to then, which `ended` leaves
     out.
     """
@@ -177,12 +178,14 @@ def end_all(root: Path) -> None:
             process.kill()
 
 
-def wait_for(process: forks.Process, condition: Callable[[], bool], seconds: float = 120) -> None:
+def wait_for(
+    process: forks.Process, condition: Callable[[], bool], seconds: float = PATIENCE_S
+) -> None:
     """Wait for a condition while a command runs."""
     try:
         wait_until(lambda: condition() or process.poll() is not None, seconds)
         assert condition(), "the command ended before"
     except AssertionError:
         process.kill()
-        out, err = process.communicate(timeout=30)
+        out, err = process.communicate(timeout=PATIENCE_S)
         raise AssertionError(f"waited in vain; it said:\n{err}\n{out}") from None

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ingot.serve.http.listen import kept_port
+from tests.patience import PATIENCE_S
 
 CONFIGURATION = """
 ClusterName=ingot
@@ -120,7 +121,7 @@ class Cluster:
             )
 
     def _wait(self, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + PATIENCE_S
         while not condition():
             dead = [process.args for process in self._processes if process.poll() is not None]
             assert not dead, f"{dead} ended; see {self.folder}"
@@ -141,7 +142,7 @@ class Cluster:
         if len(self._processes) == 4:
             for job in self.jobs():
                 self.ask("scancel", job)
-            deadline = time.monotonic() + 30
+            deadline = time.monotonic() + PATIENCE_S
             while self.jobs() and time.monotonic() < deadline:
                 time.sleep(0.2)
         for process in reversed(self._processes):

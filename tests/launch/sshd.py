@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from ingot.serve.http.listen import kept_port
+from tests.patience import PATIENCE_S
 
 SFTP = "internal-sftp"
 
@@ -86,7 +87,7 @@ class Sshd:
             self.process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
             )
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + PATIENCE_S
         while "Server listening" not in (self.folder / "log").read_text():
             assert self.process.poll() is None, (self.folder / "log").read_text()
             assert time.monotonic() < deadline

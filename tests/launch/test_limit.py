@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from tests.patience import PATIENCE_S
+
 OVER_TIME = 124
 ENDLESS = "while :; do sleep 0.01; done"
 
@@ -23,7 +25,7 @@ def limited(limit_s: float, script: str, session: bool = False) -> subprocess.Po
 
 @pytest.mark.parametrize(("script", "code"), [("exit 3", 3), ("kill -9 $$", 128 + signal.SIGKILL)])
 def test_in_time_it_is_the_command(script: str, code: int) -> None:
-    assert limited(60, f"echo done; {script}").communicate(timeout=60)[0] == "done\n"
+    assert limited(60, f"echo done; {script}").communicate(timeout=PATIENCE_S)[0] == "done\n"
     assert limited(60, script).wait(60) == code
 
 
@@ -48,7 +50,7 @@ def test_over_its_time_it_is_asked_to_end_and_has_failed(session: bool) -> None:
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGALRM)  # as the timer sends it
-    assert process.communicate(timeout=60)[0] == "asked\n"
+    assert process.communicate(timeout=PATIENCE_S)[0] == "asked\n"
     assert process.returncode == OVER_TIME
 
 

@@ -79,6 +79,7 @@ def on_ranks(ready: str, target: str, way: str) -> None:
     train(apart(Path(ready), Path(target), way, train__micro_batch=1, **SGD))
 
 
+@pytest.mark.drawn(keep=2)
 @pytest.mark.parametrize("way", ["kto", "seq2seq", "span_corruption", "mlm"])
 def test_tokens_that_are_asked_for_are_told_as_those_that_are_read(
     way: str, ready: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ingot.parallel.experts import RankExchange, order_by_expert
 from ingot.parallel.mesh import running_mesh
+from tests.patience import PATIENCE_S
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -108,7 +109,7 @@ def on_ranks() -> dict[str, dict[str, Tensor]]:
 
 @pytest.fixture(scope="module")
 def ranks() -> list[dict[str, dict[str, Tensor]]]:
-    return run_ranks(WORLD, on_ranks, timeout_s=100)
+    return run_ranks(WORLD, on_ranks, timeout_s=PATIENCE_S)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -22,6 +22,7 @@ from tests import tolerances
 from tests.models.hf.tiny import drawn
 from tests.parallel import wrapped_run
 from tests.parallel.wrapped_run import MODEL, Case, run_case, run_cases
+from tests.patience import PATIENCE_S
 from tests.ranks import run_ranks
 from tests.train.test_step import distance, global_batch
 
@@ -63,7 +64,9 @@ def test_matrices_that_ranks_share_are_scaled_as_one() -> None:
     """By the largest number of the whole matrix, whoever has it."""
     case = Case(model=WIDE, steps=1, micro_batch=8, precision={"float8": "tensorwise"})
     alone = run_case(case)
-    for (found,) in run_ranks(2, on_ranks, [replace(case, parallel={"tensor": 2})], timeout_s=120):
+    for (found,) in run_ranks(
+        2, on_ranks, [replace(case, parallel={"tensor": 2})], timeout_s=PATIENCE_S
+    ):
         assert found.losses == pytest.approx(alone.losses, rel=tolerances.LOSS_FP32)
         assert distance(found.weights, alone.weights) < tolerances.SPLIT_WEIGHTS
 
@@ -73,7 +76,9 @@ def test_weights_that_are_sharded_are_multiplied_in_float8() -> None:
     """Activations are scaled by what a rank has of the batch, so that the losses are only near."""
     case = Case(model=WIDE, steps=2, micro_batch=8, precision={"float8": "rowwise"}, compute="bf16")
     alone = run_case(case)
-    for (found,) in run_ranks(2, on_ranks, [replace(case, parallel={"shard": 2})], timeout_s=120):
+    for (found,) in run_ranks(
+        2, on_ranks, [replace(case, parallel={"shard": 2})], timeout_s=PATIENCE_S
+    ):
         assert found.losses == pytest.approx(alone.losses, abs=tolerances.BF16_LOSS)
 
 

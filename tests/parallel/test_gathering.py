@@ -49,6 +49,7 @@ def norm_of_a_step(how: WrapSettings, sampled: list[int]) -> float:
         return float(step.grad_norm)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     "how",
     [
@@ -95,6 +96,7 @@ def norm_beside_a_late_stream(how: WrapSettings) -> float:
         return norm_of_a_step(how, [])
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("master", ["fp32", "stochastic"])
 def test_gradients_are_read_once_they_are_there(master: Any) -> None:
     how = WrapSettings(Parallel(shard=2), precision=Precision(master=master), compute="bf16")

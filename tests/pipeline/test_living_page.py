@@ -13,6 +13,7 @@ from ingot.pipeline import incremental
 from ingot.pipeline.incremental import page_kept
 from ingot.report import living
 from ingot.report import page as report_page
+from tests.patience import PATIENCE_S
 from tests.report.made_up import made_up_run
 from tests.report.seen import Page, check_harmless
 
@@ -57,7 +58,7 @@ def test_the_page_of_a_training_goes_on_with_it(
     with page_kept(run, "train"):
         append_line(run.metrics, {"step": 200, "t_wall": begun + 1, "train/loss": 1.0})
         append_line(run.metrics, {"step": 300, "t_wall": begun + 11, "train/loss": 1.0})
-        path, limit = run.reports / "index.html", time.monotonic() + 60
+        path, limit = run.reports / "index.html", time.monotonic() + PATIENCE_S
         while not (path.exists() and "step 300</b>" in path.read_text(encoding="utf-8")):
             assert time.monotonic() < limit
             time.sleep(0.02)

@@ -14,6 +14,7 @@ from ingot.base.runlog import read_lines
 from ingot.config.load import dump_recipe
 from tests.cli.commands import clean_environment, command, ingot
 from tests.launch.blocking import wait_until
+from tests.patience import PATIENCE_S
 from tests.small import prepared, small_recipe
 from tests.tolerances import SPLIT_LOSS
 
@@ -71,7 +72,7 @@ def test_two_processes_stop_with_a_checkpoint(root: Path) -> None:
     )
     wait_until(lambda: any((root / "runs/small/checkpoints").glob("*/COMMIT.json")), 120)
     process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 75, err
     assert "committed; the same command goes on from there" in err
     assert "Traceback" not in err

@@ -28,6 +28,7 @@ from ingot.pipeline.steps import step_named
 from tests import forks
 from tests.cli.commands import clean_environment, command, ingot, start_ingot
 from tests.launch.blocking import wait_until
+from tests.patience import PATIENCE_S
 from tests.small import small_recipe, write_documents
 
 STEPS = ("ingest", "prepare", "train", "evaluate", "gate", "register", "serve")
@@ -195,7 +196,7 @@ def test_killed_in_training_it_goes_on_and_ends_with_the_same_model(
     run = _start(root, "train.steps=6")
     wait_until(lambda: bool(list((root / "runs/small/checkpoints").glob("*/COMMIT.json"))), 120)
     run.kill()
-    run.communicate(timeout=60)
+    run.communicate(timeout=PATIENCE_S)
     wait_until(lambda: not _left_behind(root))
     (root / "text/doc0000.txt").write_text("Something else.\n" * 9, encoding="utf-8")
     done = ingot("run", "r.yaml", cwd=root, timeout_s=300)
@@ -250,7 +251,7 @@ def test_stopped_in_training_it_saves_and_says_so(copied: Path) -> None:
         120,
     )
     run.send_signal(signal.SIGINT)
-    out, err = run.communicate(timeout=60)
+    out, err = run.communicate(timeout=PATIENCE_S)
     assert run.returncode == 75
     assert out == ""
     assert "committed; the same command goes on from there" in err
@@ -265,7 +266,7 @@ def test_no_server_stays_when_run_is_killed_in_its_last_step(copied: Path) -> No
     server = max(_left_behind(copied), key=lambda process: process.pid)
     wait_until(lambda: server.net_connections("tcp"), 60)
     run.kill()
-    run.communicate(timeout=60)
+    run.communicate(timeout=PATIENCE_S)
     wait_until(lambda: not _left_behind(copied))
     assert ingot("run", "r.yaml", cwd=copied).returncode == 0
 
@@ -289,5 +290,5 @@ def test_two_runs_in_one_folder_are_refused(copied: Path) -> None:
     second = ingot("run", "r.yaml", cwd=copied)
     assert second.returncode == 1
     assert f"in use by process {first.pid}" in second.stderr
-    first.communicate(timeout=120)
+    first.communicate(timeout=PATIENCE_S)
     assert first.returncode == 0

@@ -14,6 +14,7 @@ import pytest
 
 from tests import gcs
 from tests.lazy import require
+from tests.patience import PATIENCE_S
 
 require("gcsfs", reason="gcsfs is not installed")
 
@@ -39,7 +40,7 @@ def look(source: str, root: Path) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=PATIENCE_S,
     )
 
 

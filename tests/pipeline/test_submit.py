@@ -31,6 +31,7 @@ from ingot.pipeline.submit import prepare_submission, render_submission
 from tests import forks, gcs, golden
 from tests.fakes import google, pipelines
 from tests.lazy import require
+from tests.patience import PATIENCE_S
 from tests.small import small_recipe
 
 require("kfp", reason="kfp is not installed")
@@ -116,6 +117,7 @@ def test_the_same_recipe_gives_the_same_bytes(
     golden.check(f"pipelines/{case}.yaml", shown)
 
 
+@pytest.mark.drawn(keep=2)
 @pytest.mark.parametrize(
     ("machine", "megabytes"),
     [("n1-standard-2", "7500M"), ("n1-standard-1", "3750M"), ("n1-standard-8", "30000M")],
@@ -437,6 +439,7 @@ def test_a_network_that_is_down_for_a_while_ends_no_following(
     assert "the step deploy is done" in said
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("lose", [True, False])
 def test_a_lost_answer_makes_no_second_pipeline(
     lose: bool, tmp_path: Path, service: pipelines.State
@@ -515,6 +518,7 @@ def test_the_run_folder_goes_along_where_the_bucket_has_none_and_never_over_a_ne
     assert bucket.objects["ingot/runs/small/reports/steps/ingest.json"].data == b"{}"
 
 
+@pytest.mark.drawn(keep=2)
 @pytest.mark.parametrize(
     ("location", "ok"),
     [
@@ -660,7 +664,7 @@ def test_the_command_prints_the_page_and_an_interrupt_leaves_the_pipeline_runnin
     assert process.stdout is not None
     link = process.stdout.readline().strip()
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 130
     (id,) = service.jobs
     assert (
@@ -677,7 +681,7 @@ def test_a_dry_run_prints_what_would_be_sent_and_asks_nobody(
 ) -> None:
     recipe = recipe_for(tmp_path, service.server.address)
     process = _command(tmp_path, recipe, "--dry-run")
-    out, said = process.communicate(timeout=60)
+    out, said = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, said
     line, *plan = said.splitlines()  # what only the bucket knows
     assert all(each.startswith("plan: ") for each in plan), said
@@ -713,6 +717,6 @@ def test_a_dry_run_loads_no_client_of_the_service(tmp_path: Path) -> None:
 def test_cancel_from_the_command_line(tmp_path: Path, service: pipelines.State) -> None:
     recipe, _, id = submitted(tmp_path, service)
     process = _command(tmp_path, recipe, "--cancel")
-    out, said = process.communicate(timeout=60)
+    out, said = process.communicate(timeout=PATIENCE_S)
     assert (process.returncode, out.strip()) == (0, id), said
     assert open_bucket("gs://bucket/ingot/pipelines").list("specs/")

@@ -199,6 +199,7 @@ def test_one_rank_of_each_kind() -> None:
     assert four == [("first stage", 0), ("stages between", 2), ("last stage", 6)]
 
 
+@pytest.mark.drawn(keep=2)
 @pytest.mark.parametrize("devices", ["0", "8..4", "many", "4-8"])
 def test_devices_are_a_number_or_two(recipe: Any, devices: str) -> None:
     from ingot.plan.assemble import ModelKnown
@@ -210,6 +211,7 @@ def test_devices_are_a_number_or_two(recipe: Any, devices: str) -> None:
         choose(asked, place, ModelKnown(CONFIG, random=True), devices, Limits(None, None))
 
 
+@pytest.mark.drawn(keep=2)
 @pytest.mark.parametrize("devices", ["12", "3..12"])
 def test_devices_are_whole_nodes(recipe: Any, devices: str) -> None:
     from ingot.plan.assemble import ModelKnown

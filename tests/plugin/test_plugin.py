@@ -49,6 +49,7 @@ from tests.data.small import recipe as small_data
 from tests.data.test_ingest import documents
 from tests.objectives.test_every_way import distance, logged, weights
 from tests.objectives.ways import recipe_of, write_all
+from tests.patience import PATIENCE_S
 
 PACKAGE = Path(__file__).parent / "package"
 SLIC = {"kind": "slic", "beta": 2.0, "margin": 0.5}
@@ -66,7 +67,7 @@ def plugin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         *(sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"),
         *("--no-build-isolation", "--no-compile", "--target", str(site), str(source)),
     )
-    subprocess.run(command, check=True, timeout=120)
+    subprocess.run(command, check=True, timeout=PATIENCE_S)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(site))
         patch.setenv("PYTHONPATH", os.pathsep.join((str(site), str(Path.cwd()))))
@@ -335,7 +336,7 @@ def test_its_place_runs_a_job(prepared: Path, tmp_path: Path) -> None:
     job = Job("version", ("--version",))
     assert "nice -n 5" in launcher.render(job)
     handle = launcher.submit(job)
-    until = time.monotonic() + 60
+    until = time.monotonic() + PATIENCE_S
     while launcher.status(handle) == "running" and time.monotonic() < until:
         time.sleep(launcher.poll_s)
     assert launcher.status(handle) == "succeeded"

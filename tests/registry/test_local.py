@@ -22,6 +22,7 @@ from ingot.base.errors import Failed, WrongInput
 from ingot.base.runfolder import shared_lock
 from ingot.registry import database
 from ingot.registry.local import MARKER, LocalRegistry
+from tests.patience import PATIENCE_S
 from tests.registry.models import a_model, a_report
 
 FORK = multiprocessing.get_context("fork")
@@ -344,7 +345,7 @@ def test_two_processes_that_register_at_once_lose_nothing_and_count_without_gaps
     for process in writers:
         process.start()
     for process in writers:
-        process.join(timeout=120)
+        process.join(timeout=PATIENCE_S)
         assert process.exitcode == 0
     versions = registry.versions("words")
     assert [version.number for version in versions] == list(range(1, count + count // 2 + 1))

@@ -19,6 +19,7 @@ from ingot.report.run_view import read_run
 from ingot.train.trainer import train
 from tests import tolerances
 from tests.cli.commands import clean_environment
+from tests.patience import PATIENCE_S
 from tests.small import small_recipe
 from tests.train.test_run import stop_after
 
@@ -80,7 +81,7 @@ def test_a_killed_process_is_down_until_the_next_is_made(root: Path) -> None:
             env=clean_environment(OMP_NUM_THREADS="1"),
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=PATIENCE_S,
             check=False,
         )
         assert done.returncode == code, done.stderr

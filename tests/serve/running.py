@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from tests.forks import Process, start_call
+from tests.patience import PATIENCE_S
 
 START_S = 120.0
 
@@ -35,7 +36,7 @@ class Running:
 
     def client(self, **more: Any) -> httpx.Client:
         headers = {} if self.key is None else {b"Authorization": f"Bearer {self.key}".encode()}
-        return httpx.Client(base_url=self.url, headers=headers, timeout=60, **more)
+        return httpx.Client(base_url=self.url, headers=headers, timeout=PATIENCE_S, **more)
 
     @contextlib.contextmanager
     def asked(self, path: str, body: dict[str, Any]) -> Iterator[None]:
@@ -43,7 +44,7 @@ class Running:
         an answer or not.
         """
         key = {} if self.key is None else {"Authorization": f"Bearer {self.key}".encode()}
-        connection = http.client.HTTPConnection(urlsplit(self.url).netloc, timeout=60)
+        connection = http.client.HTTPConnection(urlsplit(self.url).netloc, timeout=PATIENCE_S)
         connection.request(
             "POST", path, json.dumps(body), {"Content-Type": "application/json", **key}
         )
@@ -64,7 +65,7 @@ class Running:
         ]
         return sum(float(line.rsplit(" ", 1)[1]) for line in chosen)
 
-    def wait_for(self, name: str, value: float, timeout_s: float = 30.0) -> None:
+    def wait_for(self, name: str, value: float, timeout_s: float = PATIENCE_S) -> None:
         """Wait until a metric has a value."""
         until = time.monotonic() + timeout_s
         while (now := self.metric(name)) != value:

@@ -191,6 +191,7 @@ def test_what_a_signal_had_saved_is_not_in_the_mean(
     assert all(torch.equal(weight, ours[name]) for name, weight in exported(broken).items())
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("kind", ["{decay: 0.5}", "{kind: last, checkpoints: 3}"])
 def test_an_average_of_bf16_weights_is_exported_in_float32(kind: str, root: Path) -> None:
     recipe = small_recipe(

@@ -73,6 +73,7 @@ def test_a_run_folder_is_a_source_of_weights_and_tokenizer(root: Path) -> None:
     assert step_named("train").folders(second) == [str(first.folder.model)]
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("lora", [None, "{rank: 2}"])
 def test_what_is_exported_is_not_rounded_to_what_is_computed_in(
     lora: str | None, root: Path

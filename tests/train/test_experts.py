@@ -20,6 +20,7 @@ from ingot.train.trainer import train
 from tests import tolerances
 from tests.objectives.test_every_way import distance, logged
 from tests.parallel.proving import MODELS
+from tests.patience import PATIENCE_S
 from tests.ranks import run_ranks
 from tests.small import copy_of, small_recipe
 from tests.train.stopping import train_until
@@ -71,7 +72,7 @@ def chained(root: Path, chain: tuple[dict[str, int], ...], **knobs: Any) -> Reci
     for number, layout in enumerate(chain, 1):
         world = 2 if layout else 1
         until = STEPS * (number if number < len(chain) else len(CHAIN))
-        run_ranks(world, part_of, str(root), layout, until, knobs, timeout_s=120)
+        run_ranks(world, part_of, str(root), layout, until, knobs, timeout_s=PATIENCE_S)
     return recipe_in(root, {}, **knobs)
 
 

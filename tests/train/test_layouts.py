@@ -24,6 +24,7 @@ from ingot.train.trainer import train
 from tests import tolerances
 from tests.evaluate.small_models import hellaswag_lines, write_lines
 from tests.objectives.test_every_way import distance
+from tests.patience import PATIENCE_S
 from tests.ranks import run_ranks
 from tests.small import copy_of, small_recipe
 
@@ -78,7 +79,7 @@ def test_what_is_seen_while_training_is_that_of_one_process(
     alone, shared = recipe_in(one, items), recipe_in(other, items, **LAYOUTS[name])
     train(alone)
     world = 4 if name.count(" ") else 2
-    run_ranks(world, train_in, str(other), str(items), LAYOUTS[name], timeout_s=120)
+    run_ranks(world, train_in, str(other), str(items), LAYOUTS[name], timeout_s=PATIENCE_S)
     found, wanted = told(shared), told(alone)
     assert [line.keys() for line in found] == [line.keys() for line in wanted]
     assert any("samples/0" in line for line in wanted)
@@ -148,4 +149,4 @@ def seen_by_a_rank(root: str) -> list[float]:
 
 def test_ranks_decide_by_the_same_numbers(root: Path) -> None:
     """Rounding that differs would end one of them, and let the others wait for it."""
-    assert run_ranks(2, seen_by_a_rank, str(root), timeout_s=120) == [[0.0], [0.0]]
+    assert run_ranks(2, seen_by_a_rank, str(root), timeout_s=PATIENCE_S) == [[0.0], [0.0]]

@@ -391,6 +391,7 @@ def test_a_recipe_trains_with_everything_that_saves_memory(root: Path) -> None:
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     ("can", "slow"),
     [

@@ -29,6 +29,7 @@ from ingot.train.optim.schedules import Recurrence, too_short
 from ingot.train.setup import make_setup
 from ingot.train.trainer import train
 from tests import tolerances
+from tests.patience import PATIENCE_S
 from tests.ranks import run_ranks
 from tests.small import copy_of, small_recipe
 from tests.train.stopping import train_until
@@ -271,7 +272,7 @@ def test_the_clock_of_rank_0_counts_for_all_and_changes_no_numbers(
         "checkpoint__every": "5s",
     }
     root = copy_of(prepared_root, tmp_path / "timed")
-    found = run_ranks(2, train_by_the_clock, str(root), [1.0, 1000.0], timed, timeout_s=120)
+    found = run_ranks(2, train_by_the_clock, str(root), [1.0, 1000.0], timed, timeout_s=PATIENCE_S)
     assert found[0] == found[1]
     evaluated, saved = found[0]
     assert 0 < len(evaluated) < 6

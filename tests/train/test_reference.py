@@ -116,6 +116,7 @@ def test_it_is_computed_once_and_only_where_it_is_needed(
         assert np.array_equal(longer[name][there], table[there])
 
 
+@pytest.mark.drawn("a table of another reference", keep=2)
 def test_another_reference_has_a_table_of_its_own(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,6 +160,7 @@ def test_one_that_reads_other_text_is_refused(root: Path) -> None:
         train(named, fresh=True)
 
 
+@pytest.mark.drawn("a table of another reference", keep=2)
 def test_rows_that_are_cut_otherwise_have_a_table_of_their_own(root: Path) -> None:
     train(recipe_of(root))
     left = recipe_of(root, data__truncate="left")
@@ -196,6 +198,7 @@ def test_in_bf16_the_policy_begins_at_its_reference(kept: str, root: Path) -> No
 FP32, BF16 = ({"precision__compute": compute} for compute in ("fp32", "bf16"))
 
 
+@pytest.mark.drawn("a table of another reference", keep=2)
 @pytest.mark.parametrize(
     ("one", "other"),
     [

@@ -32,6 +32,7 @@ from ingot.train import step as step_module
 from ingot.train.earlier import set_aside
 from ingot.train.trainer import train
 from tests import forks
+from tests.patience import PATIENCE_S
 from tests.ranks import run_ranks
 from tests.small import small_recipe, write_documents
 
@@ -351,7 +352,7 @@ def start_training(recipe: Recipe, root: Path) -> forks.Process:
 
 
 def wait_for_step(recipe: Recipe, step: int, process: forks.Process) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE_S
     while not any(line["step"] >= step for line in read_lines(recipe.folder.metrics)):
         assert process.poll() is None, process.stderr.read() if process.stderr else ""
         assert time.monotonic() < deadline
@@ -373,7 +374,7 @@ def test_a_signal_commits_a_checkpoint_and_the_same_command_goes_on(
     process = start_training(recipe, root)
     wait_for_step(recipe, 3, process)
     process.send_signal(signum)
-    _, messages = process.communicate(timeout=60)
+    _, messages = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 75, messages
     assert "goes on from there" in messages
     assert "Traceback" not in messages
@@ -385,7 +386,9 @@ def test_a_signal_commits_a_checkpoint_and_the_same_command_goes_on(
     process = start_training(recipe, root)
     wait_for_step(recipe, found.step + 1, process)
     process.kill()
-    assert process.communicate(timeout=60)[1].count(f"going on after step {found.step:,}") == 1
+    assert (
+        process.communicate(timeout=PATIENCE_S)[1].count(f"going on after step {found.step:,}") == 1
+    )
 
 
 @pytest.mark.parametrize(

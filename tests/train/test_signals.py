@@ -30,6 +30,7 @@ from ingot.train import evaluation
 from ingot.train.interrupts import LeaveNow, PreemptionNotice, StopSignals, stacks_on_demand
 from ingot.train.trainer import train
 from tests import forks
+from tests.patience import PATIENCE_S
 from tests.ranks import run_ranks
 from tests.small import copy_of, small_recipe
 from tests.train.test_run import start_training
@@ -67,7 +68,7 @@ class Slow:
         self.process = forks.start_call(
             _execute, program, environment={"OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE
         )
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + PATIENCE_S
         while not sign.exists():
             assert self.process.poll() is None, self.process.communicate()[1]
             assert time.monotonic() < deadline
@@ -77,7 +78,7 @@ class Slow:
         """Exit code and messages after the signal; the function would take longer."""
         began = time.monotonic()
         self.process.send_signal(signum)
-        _, messages = self.process.communicate(timeout=60)
+        _, messages = self.process.communicate(timeout=PATIENCE_S)
         assert time.monotonic() - began < 45, messages
         assert "Traceback" not in messages
         return self.process.returncode, messages
@@ -119,7 +120,7 @@ def test_while_loading_an_older_checkpoint_stands(root: Path) -> None:
         root, train__steps=4, chaos__kill_at=3, checkpoint__every=2, checkpoint__asynchronous=False
     )
     slow = Slow(recipe, root, "ingot.train.trainer.announce", "pass")
-    slow.process.communicate(timeout=60)
+    slow.process.communicate(timeout=PATIENCE_S)
     (root / "reached").unlink()
     code, messages = Slow(recipe, root, "ingot.models.spec.create_model").ended(signal.SIGTERM)
     assert code == 75
@@ -184,7 +185,7 @@ def test_an_evaluation_is_broken_off_and_made_up_for(root: Path) -> None:
     other = small_recipe(root, name="other", **knobs)
     shutil.copytree(recipe.folder.data, other.folder.data)
     for one in (recipe, other):
-        assert start_training(one, root).wait(timeout=60) == 0
+        assert start_training(one, root).wait(timeout=PATIENCE_S) == 0
     assert _metrics(recipe) == _metrics(other)
 
 
@@ -358,7 +359,7 @@ def test_a_request_that_comes_after_it_was_followed_changes_nothing(name: str) -
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=PATIENCE_S,
     )
     assert (done.returncode, done.stderr) == (75, "stopped by another rank's word\n")
 
@@ -427,7 +428,7 @@ def test_a_notice_of_the_metadata_server_counts_as_a_signal(metadata: type[Metad
 
 
 def _wait_for(is_so: Any) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE_S
     while not is_so():
         assert time.monotonic() < deadline
         time.sleep(0.02)

@@ -15,6 +15,7 @@ from pathlib import Path
 import httpx
 
 from tests.cli.commands import start_ingot
+from tests.patience import PATIENCE_S
 
 START_S = 120.0
 
@@ -27,7 +28,7 @@ class Shown:
     token: str | None
 
     def client(self, **headers: str) -> httpx.Client:
-        return httpx.Client(base_url=self.url, headers=headers, timeout=60, trust_env=False)
+        return httpx.Client(base_url=self.url, headers=headers, timeout=PATIENCE_S, trust_env=False)
 
     def get(self, path: str, **headers: str) -> httpx.Response:
         with self.client(**headers) as client:

@@ -343,6 +343,7 @@ def test_the_longest_metric_stays_within_the_gate_s_card(
             assert tab.eval(tall) < 200, "broken, but not at every letter"
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("width", [1200, 1600])
 def test_all_columns_of_the_table_are_seen_at_once(tab: Tab, tmp_path: Path, width: int) -> None:
     """Dates were out of sight to the right: a long name, a restart, and a cost were too much."""

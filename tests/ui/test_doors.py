@@ -16,6 +16,7 @@ from ingot.base.errors import WrongInput
 from ingot.base.reports import EvaluationReport, read_report
 from ingot.registry.local import LocalRegistry
 from ingot.ui.runs import RunsFolder
+from tests.patience import PATIENCE_S
 from tests.report.made_up import made_up_run
 from tests.ui.serving import Shown, showing
 
@@ -68,7 +69,9 @@ def test_it_only_shows_unless_told(shown: Shown) -> None:
     ],
 )
 def test_no_path_leads_out_of_the_package_s_files(shown: Shown, path: str) -> None:
-    connection = http.client.HTTPConnection(httpx.URL(shown.url).netloc.decode(), timeout=30)
+    connection = http.client.HTTPConnection(
+        httpx.URL(shown.url).netloc.decode(), timeout=PATIENCE_S
+    )
     connection.request("GET", path)  # as it stands, which httpx would tidy
     answer = connection.getresponse()
     assert answer.status in (404, 405), answer.read()

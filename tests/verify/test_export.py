@@ -195,6 +195,7 @@ def test_an_adapter_of_a_base_whose_configuration_is_changed(
     assert "beside its base with rms_norm_eps, rope_theta" in check(proof, PEFT).detail
 
 
+@pytest.mark.drawn(keep=2)
 @pytest.mark.parametrize("way", KINDS)
 def test_a_weight_that_differs_by_one_bit(way: str, trained: Path, tmp_path: Path) -> None:
     recipe = copied(trained, tmp_path, way)
@@ -239,6 +240,7 @@ def test_tensors_that_are_missing_or_have_no_place(trained: Path, tmp_path: Path
     assert "model.layers.1.mlp.up_proj.weight is missing" in check(proof, LOGITS).detail
 
 
+@pytest.mark.drawn(keep=3)
 @pytest.mark.parametrize(
     ("way", "key", "value"),
     [
@@ -396,6 +398,7 @@ def test_the_last_bit_of_what_an_adapter_was_folded_into(trained: Path, tmp_path
     assert wrong[0].startswith(f"{name} differs in 1 of ")
 
 
+@pytest.mark.drawn(keep=2)
 @pytest.mark.parametrize("way", KINDS)
 def test_a_server_of_other_weights(
     way: str, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from ingot.verify.layout import ranks
 from ingot.verify.layout.ranks import LayoutProcesses, RankFailed
+from tests.patience import PATIENCE_S
 
 REAL_SERVE = ranks._serve
 
@@ -129,7 +130,7 @@ def test_a_script_without_a_main_guard_is_run_once(tmp_path: Path) -> None:
         [sys.executable, script],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE_S,
         check=False,
         cwd=Path.cwd(),
         env={**os.environ, "PYTHONPATH": str(Path.cwd())},

@@ -22,6 +22,7 @@ from ingot.base.remote.bucket import Bucket, open_bucket
 from ingot.base.remote.service import EMULATOR, Conflict, Corrupt, Missing, google_packages
 from ingot.base.remote.transfer import fetch_file
 from tests.gcs import KEPT_BYTES, Fault, Server, crc32c, serving
+from tests.patience import PATIENCE_S
 
 CHUNK = 2 * KEPT_BYTES
 
@@ -185,7 +186,7 @@ def test_a_killed_upload_is_gone_on_with_by_another_process(
     server.fault("chunk")
     server.fault("chunk", delay_s=60)
     with subprocess.Popen([sys.executable, "-c", UPLOADER, str(large), str(CHUNK)]) as process:
-        until = time.monotonic() + 30
+        until = time.monotonic() + PATIENCE_S
         while server.counts["chunk"] < 2 and time.monotonic() < until:
             time.sleep(0.01)
         process.send_signal(signal.SIGKILL)

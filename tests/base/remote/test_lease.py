@@ -20,6 +20,7 @@ from ingot.base.remote.bucket import Bucket, open_bucket
 from ingot.base.remote.lease import lease
 from ingot.base.remote.service import Missing
 from tests.gcs import Server, serving
+from tests.patience import PATIENCE_S
 
 KEY = "runs/one/lease"
 
@@ -35,7 +36,7 @@ def bucket(server: Server) -> Bucket:
     return open_bucket("gs://bucket/runs/one", patience_s=60)
 
 
-def until(condition: Callable[[], bool], limit_s: float = 20.0) -> None:
+def until(condition: Callable[[], bool], limit_s: float = PATIENCE_S) -> None:
     end = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < end
@@ -186,7 +187,7 @@ def test_a_holder_that_stood_still_learns_that_it_was_taken_over(
     server.ahead_s += 10
     with lease(bucket, "two", life_s=30.0) as held:
         process.send_signal(signal.SIGCONT)
-        lost, message, until_s = "False", "", time.monotonic() + 60
+        lost, message, until_s = "False", "", time.monotonic() + PATIENCE_S
         while lost == "False" and time.monotonic() < until_s:
             time.sleep(0.2)
             lost, message = asked(process)

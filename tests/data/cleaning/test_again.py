@@ -27,6 +27,7 @@ from ingot.data.engines.local import LocalEngine
 from tests.data.cleaning.small import cut, kept, small
 from tests.data.cleaning.test_parity import KNOBS, TRAIN, VALIDATION
 from tests.data.small import everything
+from tests.patience import PATIENCE_S
 
 
 @dataclass
@@ -145,12 +146,12 @@ def test_killed_and_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "start\n"
-        until = time.monotonic() + 60
+        until = time.monotonic() + PATIENCE_S
         while not list(folder.glob("stages-*/fuzzy/keys-*")) and time.monotonic() < until:
             time.sleep(0.01)
         workers = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGKILL)
-    assert not psutil.wait_procs(workers, timeout=20)[1], "workers outlive their parent"
+    assert not psutil.wait_procs(workers, timeout=PATIENCE_S)[1], "workers outlive their parent"
     assert list(folder.glob("stages-*/done/*/*"))
     assert not (folder / stages.MARKER).exists()
     assert kept(made, LocalEngine(1)) == expected

@@ -19,6 +19,7 @@ from ingot.data.engines.local import LocalEngine
 from ingot.data.engines.spark import SparkEngine
 from tests.data.engines.places import SPARK, needs_spark
 from tests.house.source import PROJECT
+from tests.patience import PATIENCE_S
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ def squares_in_two(
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": str(PROJECT), **variables},
-        timeout=60,
+        timeout=PATIENCE_S,
         check=False,
     )
 

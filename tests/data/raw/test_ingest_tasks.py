@@ -23,6 +23,7 @@ from ingot.data.raw.store import open_raw
 from ingot.data.splits import chosen
 from tests.data.small import everything, recipe, sentences, write_jsonl
 from tests.data.test_ingest import documents
+from tests.patience import PATIENCE_S
 
 
 @pytest.fixture
@@ -160,7 +161,7 @@ def test_killed_and_run_again(tmp_path: Path) -> None:
         text=True,
         env={**os.environ, "PYTHONPATH": str(Path.cwd())},
     )
-    until = time.monotonic() + 60
+    until = time.monotonic() + PATIENCE_S
     while (
         not list(small.folder.data.glob(".raw.*/.tasks/*/*.parquet")) and time.monotonic() < until
     ):
@@ -168,7 +169,7 @@ def test_killed_and_run_again(tmp_path: Path) -> None:
     workers = psutil.Process(process.pid).children(recursive=True)
     process.kill()
     process.wait()
-    _, alive = psutil.wait_procs(workers, timeout=20)
+    _, alive = psutil.wait_procs(workers, timeout=PATIENCE_S)
     assert not alive
     assert list(small.folder.data.glob(".raw.*/.tasks/*/*.parquet")), "it was killed in the middle"
     with pytest.raises(WrongInput, match="no ingested documents"):

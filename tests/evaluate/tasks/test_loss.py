@@ -315,6 +315,7 @@ def test_each_source_of_texts_has_bits_of_its_own(tmp_path: Path) -> None:
     assert sum(bits) / sum(sizes) == close(both["loss/bits_per_byte"].value)
 
 
+@pytest.mark.drawn(keep=2)
 @pytest.mark.parametrize(
     ("documents", "names"),
     [

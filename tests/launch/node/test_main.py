@@ -25,6 +25,7 @@ from ingot.launch.node.watch import flush_heartbeats
 from ingot.launch.rendezvous import ARRIVED, EXIT, Rendezvous
 from tests.launch.blocking import blocking_argv, wait_until, waiting_on
 from tests.launch.nodes import end_all
+from tests.patience import PATIENCE_S
 
 TWO = {
     "PET_NNODES": "2",
@@ -86,7 +87,7 @@ def nodes(
 
 
 def said(process: subprocess.Popen[str]) -> tuple[int, str]:
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=PATIENCE_S)
     return process.returncode, err
 
 

@@ -23,6 +23,7 @@ from ingot.launch.node.ranks import PORTS, LocalRanks, free_port
 from ingot.launch.places.local import command
 from tests.cli.commands import clean_environment
 from tests.launch.blocking import blocking_argv, start_script, wait_until, waiting_on
+from tests.patience import PATIENCE_S
 
 TWO = """
 import sys
@@ -207,7 +208,7 @@ def test_ports_are_not_those_that_a_system_gives_away() -> None:
 
 @pytest.mark.drawn("ranks of a node", keep=2)
 def test_the_exit_code_of_the_ranks_comes_back_without_a_traceback() -> None:
-    out, err = start_script(TWO, "show", "config", "missing.yaml").communicate(timeout=120)
+    out, err = start_script(TWO, "show", "config", "missing.yaml").communicate(timeout=PATIENCE_S)
     assert out == "2 0\n"
     assert "error: recipe missing.yaml does not exist; check the path" in err
     assert "Traceback" not in err
@@ -228,7 +229,7 @@ def test_a_signal_reaches_every_rank(through: str, tmp_path: Path) -> None:
     parent = alone or start_script(TWO, *argv)
     wait_until(lambda: len(waiting_on(argv)) == 2)
     parent.send_signal(signal.SIGTERM)
-    out, err = parent.communicate(timeout=60)
+    out, err = parent.communicate(timeout=PATIENCE_S)
     assert (alone.returncode if alone else int(out.split()[0])) == 128 + signal.SIGTERM
     assert "Traceback" not in err
     assert not waiting_on(argv)
@@ -241,7 +242,7 @@ def test_a_killed_rank_is_named_and_ends_the_others(tmp_path: Path) -> None:
     wait_until(lambda: len(waiting_on(argv)) == 2)
     victim = next(process for process in waiting_on(argv) if process.environ()["RANK"] == "1")
     victim.kill()
-    out, err = parent.communicate(timeout=60)
+    out, err = parent.communicate(timeout=PATIENCE_S)
     assert out == f"{128 + signal.SIGKILL} 0\n"
     assert err == "rank 1 was ended by SIGKILL and the others were ended\n"
     assert not waiting_on(argv)
@@ -265,7 +266,7 @@ def test_ranks_die_with_a_killed_launcher(tmp_path: Path) -> None:
     parent = start_script(TWO, *argv)
     wait_until(lambda: len(waiting_on(argv)) == 2)
     parent.kill()
-    parent.communicate(timeout=60)
+    parent.communicate(timeout=PATIENCE_S)
     wait_until(lambda: not waiting_on(argv))
 
 
@@ -293,7 +294,7 @@ def test_ranks_that_torchrun_started_share_a_step(root: Path) -> None:
         env=clean_environment(OMP_NUM_THREADS="1"),
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr

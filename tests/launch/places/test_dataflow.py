@@ -35,6 +35,7 @@ from tests.fakes import dataflow
 from tests.fakes.dataflow import STATES
 from tests.fakes.google import Refused, Server
 from tests.house.source import PROJECT
+from tests.patience import PATIENCE_S
 from tests.small import small_recipe
 
 CLOUD = {
@@ -242,7 +243,7 @@ class Driven(DataflowLauncher):
 
 
 def ended(launcher: DataflowLauncher, handle: Handle) -> str:
-    until = time.monotonic() + 60
+    until = time.monotonic() + PATIENCE_S
     while (state := launcher.status(handle)) == "running":
         assert time.monotonic() < until
         time.sleep(0.05)
@@ -315,7 +316,7 @@ def test_cancelled_the_driver_ends_with_its_children_and_then_this_runs_jobs(
         "another-computers",
         "a",
     }
-    until = time.monotonic() + 60
+    until = time.monotonic() + PATIENCE_S
     while (
         Path(f"/proc/{int(said)}").exists()
         and Path(f"/proc/{int(said)}/stat").read_text().split()[2] != "Z"
@@ -471,7 +472,7 @@ def test_beam_takes_these_options(made: Callable[..., Recipe]) -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=PATIENCE_S,
         env=environment,
     )
     assert done.returncode == 0, done.stderr

@@ -36,6 +36,7 @@ from tests.data.small import everything
 from tests.fakes import dataproc
 from tests.fakes.google import Refused, Server
 from tests.house.source import PROJECT
+from tests.patience import PATIENCE_S
 from tests.small import small_recipe, write_documents
 
 IMAGE = "us-central1-docker.pkg.dev/proj/images/ingot-spark:latest"
@@ -92,7 +93,9 @@ def made(
     return make
 
 
-def wait_for(state: str, launcher: DataprocLauncher, handle: Any, seconds: float = 60.0) -> None:
+def wait_for(
+    state: str, launcher: DataprocLauncher, handle: Any, seconds: float = PATIENCE_S
+) -> None:
     until = time.monotonic() + seconds
     while (now := launcher.status(handle)) != state:
         assert time.monotonic() < until, f"still {now}"

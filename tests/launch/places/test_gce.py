@@ -32,6 +32,7 @@ from ingot.launch.places.gce import GceLauncher
 from ingot.launch.rendezvous import ARRIVED, BOOT, ENDED_BY, EXIT, SIGNAL, Rendezvous
 from tests import gcs, golden
 from tests.fakes import compute, google
+from tests.patience import PATIENCE_S
 from tests.small import small_recipe
 
 REPLICA = "gs://bucket/ingot/runs/small"
@@ -317,7 +318,7 @@ def test_machines_that_never_come_up_are_told_apart(tmp_path: Path, cloud: compu
     place = Rendezvous(handle.about["meet"])
     place.leave(0, ARRIVED)
     place.leave(1, BOOT, phase="pulling the image")
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE_S
     while (state := run.launcher.status(handle)) == "queued" and time.monotonic() < deadline:
         time.sleep(0.1)
     assert state == "failed"

@@ -29,6 +29,7 @@ from tests import gcs
 from tests.fakes import compute, google
 from tests.fakes.compute import Stored
 from tests.fakes.vm import Machine
+from tests.patience import PATIENCE_S
 from tests.small import small_recipe, write_documents
 
 Machines = tuple[compute.Compute, list[Machine]]
@@ -201,7 +202,7 @@ def one_machine(
     handle = launcher.submit(
         replace(run_job.job_of(recipe, "train", distributed=True), argv=("train", "r.yaml"))
     )
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + PATIENCE_S
     while not cloud.server.requests("Instances.Delete") and time.monotonic() < deadline:
         time.sleep(0.1)
     assert cloud.server.requests("Instances.Delete"), made[0].serial

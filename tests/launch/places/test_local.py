@@ -22,6 +22,7 @@ from ingot.launch.attempt import SAME_REQUEST_S
 from ingot.launch.job import Handle, Job
 from ingot.launch.places.local import LocalLauncher, command, environment, foreground
 from tests.launch.blocking import blocking_argv, start_script, wait_until, waiting_on
+from tests.patience import PATIENCE_S
 
 FORK = multiprocessing.get_context("fork")
 FOREGROUND = """
@@ -150,7 +151,7 @@ def test_of_two_jobs_that_start_at_once_one_runs_and_has_the_handle(
     for process in both:
         process.start()
     for process in both:
-        process.join(timeout=60)
+        process.join(timeout=PATIENCE_S)
         assert process.exitcode == 0
     handles = [told.get()]
     while not told.empty():
@@ -220,11 +221,11 @@ def test_a_process_can_do_a_job_itself_under_a_handle(
 @pytest.mark.drawn("local jobs", keep=2)
 def test_foreground_hands_back_the_exit_code_and_keeps_stdout_clean(tmp_path: Path) -> None:
     good = start_script(FOREGROUND, "show", "config", _recipe(tmp_path))
-    out, err = good.communicate(timeout=60)
+    out, err = good.communicate(timeout=PATIENCE_S)
     assert out == "0 0\n"
     assert "name: launched" in err
     bad = start_script(FOREGROUND, "show", "config", "missing.yaml")
-    out, err = bad.communicate(timeout=60)
+    out, err = bad.communicate(timeout=PATIENCE_S)
     assert out == "2 0\n"
     assert err == "error: recipe missing.yaml does not exist; check the path\n"
 
@@ -239,7 +240,7 @@ def test_foreground_hands_signals_on(tmp_path: Path, sent: str, arrives: str) ->
     parent = start_script(FOREGROUND, *argv)
     wait_until(lambda: len(waiting_on(argv)) == 1)
     parent.send_signal(signal.Signals[sent])
-    out, err = parent.communicate(timeout=60)
+    out, err = parent.communicate(timeout=PATIENCE_S)
     assert out == f"{128 + signal.Signals[arrives or sent]} {signal.Signals[sent]:d}\n"
     assert err == (f"stopped by {arrives}\n" if arrives else ""), (
         "SIGUSR1 means something to a training only"
@@ -258,7 +259,7 @@ def test_a_second_signal_ends_a_job_that_does_not_listen(tmp_path: Path) -> None
     time.sleep(2 * SAME_REQUEST_S)
     assert parent.poll() is None
     parent.send_signal(signal.SIGINT)
-    out, _ = parent.communicate(timeout=30)
+    out, _ = parent.communicate(timeout=PATIENCE_S)
     assert out == f"{128 + signal.SIGKILL} {signal.SIGINT:d}\n"
     assert not child.is_running()
 
@@ -269,5 +270,5 @@ def test_the_job_dies_with_a_killed_parent(tmp_path: Path) -> None:
     parent = start_script(FOREGROUND, *argv)
     wait_until(lambda: len(waiting_on(argv)) == 1)
     parent.kill()
-    parent.communicate(timeout=60)
+    parent.communicate(timeout=PATIENCE_S)
     wait_until(lambda: not waiting_on(argv))

@@ -45,6 +45,7 @@ from tests.launch.nodes import (
 )
 from tests.launch.slurm_cluster import Cluster
 from tests.launch.sshd import need
+from tests.patience import PATIENCE_S
 from tests.small import small_recipe
 
 SECRET = "hush-77aa"
@@ -85,7 +86,7 @@ def handle_of(recipe: Recipe, name: str = "train") -> Handle | None:
     return find_handle(recipe.folder.root, name, "slurm")
 
 
-def gone(root: Path, slurm: Cluster, seconds: float = 40) -> None:
+def gone(root: Path, slurm: Cluster, seconds: float = PATIENCE_S) -> None:
     wait_until(lambda: not ranks_of(root) and slurm.jobs() == [], seconds)
 
 

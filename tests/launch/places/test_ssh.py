@@ -45,6 +45,7 @@ from tests.launch.nodes import (
     written,
 )
 from tests.launch.sshd import Sshd, client_config, keygen, need
+from tests.patience import PATIENCE_S
 from tests.small import small_recipe
 
 SECRET = "hush-9c1f"
@@ -101,7 +102,7 @@ def secret_in(root: Path) -> list[str]:
     ]
 
 
-def gone(root: Path, seconds: float = 40) -> None:
+def gone(root: Path, seconds: float = PATIENCE_S) -> None:
     """Nothing of a training is left after a while."""
     wait_until(lambda: not ranks_of(root), seconds)
 
@@ -175,7 +176,7 @@ def namespaces(tmp_path: Path) -> Iterator[tuple[Path, str]]:
     bridge, names = f"igb{tag}", [f"ign{tag}-{number}" for number in (1, 2)]
 
     def ip(*arguments: str) -> None:
-        subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=30)
+        subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=PATIENCE_S)
 
     daemons: list[Sshd] = []
     try:
@@ -336,7 +337,7 @@ def test_the_nodes_end_with_their_launcher_and_are_found_again(
         launcher.submit(Job("show", waiting.argv, 1, 2, rendezvous=waiting.handle.about["meet"]))
     # A signal from another process reaches the ranks.
     launcher.signal(waiting.handle, signal.SIGTERM)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=PATIENCE_S)
     assert (out, "stopped by SIGTERM" in err) == ("cancelled\n", True)
     gone(root)
     # Killed, it leaves nothing.
@@ -379,7 +380,7 @@ def test_from_another_machine_the_ranks_are_asked_and_nothing_is_killed(
             launcher.submit(Job("show", waiting.argv, 1, 2, rendezvous=handle.about["meet"]))
         launcher.cancel(handle)
         assert launcher.status(handle) == "cancelled"
-    out, err = waiting.process.communicate(timeout=60)
+    out, err = waiting.process.communicate(timeout=PATIENCE_S)
     assert (waiting.process.returncode, out, err.count("stopped by SIGTERM")) == (
         0,
         "cancelled\n",
@@ -607,7 +608,7 @@ def test_a_key_that_the_recipe_names_comes_to_the_ranks(
     launcher = SshLauncher(recipe)
     assert "over standard input: JUDGE" in launcher.render(job)
     handle = launcher.submit(job)
-    deadline = time.monotonic() + 100
+    deadline = time.monotonic() + PATIENCE_S
     while launcher.status(handle) in ("queued", "running") and time.monotonic() < deadline:
         time.sleep(0.2)
     assert "http failed on 1 of 1" in Path(handle.log).read_text()

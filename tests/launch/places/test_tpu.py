@@ -31,6 +31,7 @@ from ingot.launch.rendezvous import (
 from tests import gcs, golden
 from tests.fakes import google, tpus
 from tests.fakes.vm import Machine
+from tests.patience import PATIENCE_S
 from tests.small import small_recipe
 
 REPLICA = "gs://bucket/ingot/runs/small"
@@ -323,7 +324,10 @@ def test_a_tpu_that_hangs_deletes_itself_when_its_time_is_over(
     (folder := tmp_path / "vm").mkdir()
     (folder / "pull-takes").write_text("600")
     [spec] = service.asked[handle.id]["tpu"]["nodeSpec"]
-    machine, until = Machine("t1v-n-1", spec["node"]["metadata"], folder), time.monotonic() + 60
+    machine, until = (
+        Machine("t1v-n-1", spec["node"]["metadata"], folder),
+        time.monotonic() + PATIENCE_S,
+    )
     try:
         while service.states.get(handle.id) == "ACTIVE" and time.monotonic() < until:
             time.sleep(0.1)
@@ -361,7 +365,7 @@ def test_a_tpu_whose_container_cannot_start_has_failed_and_says_why(
     machine = Machine(
         "t1v-n-1", service.asked[handle.id]["tpu"]["nodeSpec"][0]["node"]["metadata"], folder
     )
-    said, until = b"", time.monotonic() + 60
+    said, until = b"", time.monotonic() + PATIENCE_S
     try:
         while service.states.get(handle.id) == "ACTIVE" and time.monotonic() < until:
             said += log.read()

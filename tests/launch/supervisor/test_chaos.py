@@ -24,6 +24,7 @@ from ingot.launch.supervisor.attempt_watch import ChaosKills
 from tests.launch import stand_in
 from tests.launch.conftest import Made, Supervised
 from tests.launch.supervisor.test_supervise import SCRIPT, events, starts
+from tests.patience import PATIENCE_S
 
 
 class Victims:
@@ -195,7 +196,9 @@ def test_a_supervisor_kills_itself_and_the_same_command_goes_on_with_the_next_ki
     (tmp_path / "r.yaml").write_text(dump_recipe(recipe))
     command = [sys.executable, "-c", SCRIPT, str(tmp_path / "r.yaml"), stand_in.__file__]
     codes = [
-        subprocess.run(command, capture_output=True, text=True, timeout=60, check=False).returncode
+        subprocess.run(
+            command, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+        ).returncode
         for _ in range(3)
     ]
     assert codes == [-signal.SIGKILL, -signal.SIGKILL, 0]

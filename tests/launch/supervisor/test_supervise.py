@@ -34,6 +34,7 @@ from tests.launch import stand_in
 from tests.launch.blocking import wait_until
 from tests.launch.conftest import Made, Supervised
 from tests.markers import changed
+from tests.patience import PATIENCE_S
 
 
 def events(recipe: Recipe, kind: str) -> list[dict[str, Any]]:
@@ -362,7 +363,7 @@ def test_a_killed_supervisor_takes_its_ranks_along_and_the_same_command_goes_on(
     reached = max(committed_steps(recipe.folder.checkpoints))
     plan = json.loads((recipe.folder.root / "plan.json").read_text())
     (recipe.folder.root / "plan.json").write_text(json.dumps({**plan, "steps": reached + 10}))
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=True)
     assert done.stdout == "0 0\n"
     assert events(recipe, "start")[-1]["step"] == reached
 

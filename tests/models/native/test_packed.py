@@ -30,6 +30,7 @@ from ingot.serve.native.compute import serving_compute
 from ingot.serve.native.model import LoadedModel, load, load_in_a_thread
 from tests import tolerances
 from tests.forks import start_call
+from tests.patience import PATIENCE_S
 from tests.serve.tiny import make_folder
 
 PROMPTS = [[5], [1, 2, 3, 4, 5, 6, 7], list(range(40)), [7] * 33]
@@ -143,7 +144,7 @@ def test_packed_weights_take_the_memory_of_bf16_and_a_tied_embedding_none() -> N
     for a matrix.
     """
     process = start_call(_packed_weights_take_little, stderr=subprocess.PIPE)
-    said = process.communicate(timeout=120)[1]
+    said = process.communicate(timeout=PATIENCE_S)[1]
     assert process.returncode == 0, said
 
 

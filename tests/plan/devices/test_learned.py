@@ -10,6 +10,7 @@ import pytest
 
 from ingot.plan.devices.learned import Correction, corrections, keep
 from ingot.plan.ranges import Range
+from tests.patience import PATIENCE_S
 
 FORK = multiprocessing.get_context("fork")
 WRITERS, EACH = 3, 8
@@ -31,7 +32,7 @@ def test_corrections_that_are_stored_at_once_are_all_kept(
     for process in writers:
         process.start()
     for process in writers:
-        process.join(timeout=60)
+        process.join(timeout=PATIENCE_S)
         assert process.exitcode == 0
     found = sorted(one.run for one in corrections("h100"))
     assert found == [f"{writer}-{number}" for writer in range(WRITERS) for number in range(EACH)]

@@ -190,6 +190,7 @@ def test_a_first_version_that_fails_leaves_no_endpoint(place: Place) -> None:
     place.is_quiet(served=False)
 
 
+@pytest.mark.drawn(keep=2)
 @pytest.mark.parametrize(
     ("error", "says"),
     [

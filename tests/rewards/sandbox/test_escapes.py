@@ -18,6 +18,7 @@ import pytest
 from ingot.base.errors import WrongInput
 from ingot.rewards.sandbox import run
 from ingot.rewards.sandbox.run import SandboxLimits, run_trial
+from tests.patience import PATIENCE_S
 from tests.rewards.sandbox.kernel import kernel_isolates
 
 if not kernel_isolates():
@@ -269,7 +270,7 @@ def shut_in(marker: int) -> list[int]:
 
 
 def gone(marker: int) -> bool:
-    until = time.monotonic() + 60
+    until = time.monotonic() + PATIENCE_S
     while alive(marker) and time.monotonic() < until:
         time.sleep(0.05)
     return not alive(marker)
@@ -321,7 +322,7 @@ def test_a_killed_trainer_leaves_no_code_running() -> None:
     )
     trainer = subprocess.Popen([sys.executable, "-c", code])
     try:
-        until = time.monotonic() + 60
+        until = time.monotonic() + PATIENCE_S
         # Helpers that map ids come and go; what is shut in stays.
         while len(shut_in(marker)) < 2 and time.monotonic() < until:
             time.sleep(0.05)

@@ -34,6 +34,7 @@ from ingot.serve.http.listen import bound_socket, kept_port
 from ingot.serve.predict import predict
 from ingot.serve.server import render, serve
 from tests.cli.commands import clean_environment, ingot
+from tests.patience import PATIENCE_S
 from tests.serve.forked import Forks, Process, wait_until
 from tests.serve.tiny import changed_config
 
@@ -146,6 +147,7 @@ def test_one_that_does_not_listen_to_signals_is_killed_with_all_its_processes(
         assert gone(server.told["pid"], server.told["worker"])
 
 
+@pytest.mark.drawn("a server's child")
 @pytest.mark.parametrize("manner", ["", "deaf"])
 def test_it_does_not_outlive_a_parent_that_is_killed(
     folder: Path, start: Start, manner: str
@@ -260,7 +262,7 @@ def test_under_vertex_the_front_speaks_its_contract_and_hands_openais_routes_thr
     key = {"Authorization": "Bearer sesame"}
     with (
         start(folder, *settings, **AIP, THE_KEY="sesame") as server,
-        httpx.Client(base_url=server.url, headers=key, timeout=60) as client,
+        httpx.Client(base_url=server.url, headers=key, timeout=PATIENCE_S) as client,
     ):
         for route in ("/v1/endpoints/7:predict", "/v1/completions"):
             assert httpx.post(f"{server.url}{route}", json={"instances": ["a"]}).status_code == 401
@@ -321,7 +323,9 @@ def test_a_limit_below_the_default_is_what_is_meant_where_nobody_says_how_many(
         )
         asked = {"instances": ["a"], "parameters": {"max_tokens": 9}}
         assert (
-            httpx.post(f"{server.url}/v1/endpoints/7:predict", json=asked, timeout=60).status_code
+            httpx.post(
+                f"{server.url}/v1/endpoints/7:predict", json=asked, timeout=PATIENCE_S
+            ).status_code
             == 400
         )
 

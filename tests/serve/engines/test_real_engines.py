@@ -24,6 +24,7 @@ from ingot.base.server import running_server
 from ingot.checkpoints.compressed import export_compressed
 from ingot.serve.predict import predict
 from tests.cli.commands import clean_environment, command, ingot
+from tests.patience import PATIENCE_S
 from tests.serve.tiny import make_folder
 
 pytestmark = [pytest.mark.slow, pytest.mark.engines, pytest.mark.timeout(900)]
@@ -154,7 +155,7 @@ def test_triton_says_what_our_decoder_says(folder: Path, expected: list[str]) ->
             "stream": True,
             "sampling_parameters": '{"max_tokens": 24}',
         }
-        streamed = httpx.post(f"{route}/generate_stream", json=body, timeout=120)
+        streamed = httpx.post(f"{route}/generate_stream", json=body, timeout=PATIENCE_S)
         texts = [
             json.loads(line.removeprefix("data: "))["text_output"]
             for line in streamed.text.splitlines()
@@ -209,5 +210,5 @@ def test_they_end_with_us_even_when_we_are_killed(folder: Path, engine: str) -> 
     assert family
     process.send_signal(signal.SIGKILL)
     process.wait()
-    _, alive = psutil.wait_procs(family, timeout=60)
+    _, alive = psutil.wait_procs(family, timeout=PATIENCE_S)
     assert not alive

@@ -36,6 +36,7 @@ from ingot.serve.native.model import LoadedModel
 from ingot.serve.predict import predict
 from ingot.serve.server import render, serve
 from tests.cli.commands import clean_environment
+from tests.patience import PATIENCE_S
 from tests.serve.forked import Forks, Process, wait_until
 from tests.serve.tiny import changed_config
 
@@ -150,7 +151,7 @@ def test_a_full_queue_refuses_and_who_goes_away_makes_room(
         sender.cancelled = True
     gate.set()
     assert [said(sender)[-1] for sender in running][-1] == "the client disconnected"
-    until = time.monotonic() + 60
+    until = time.monotonic() + PATIENCE_S
     while (answer := said(asked(model, "fox", max_tokens=1))) and "no more fit" in answer[0]:
         assert time.monotonic() < until
     (expected,) = loaded.worker(1).run([Request(loaded.encode("fox"), 1)])
@@ -210,7 +211,7 @@ def test_served_asked_by_predict_and_stopped(
         streamed = httpx.post(
             f"{url}/v2/models/model/generate_stream",
             json={"text_input": "fox", "stream": True},
-            timeout=60,
+            timeout=PATIENCE_S,
         ).text
         assert streamed.count("data: ") > 5
         children = psutil.Process(process.pid).children(recursive=True)

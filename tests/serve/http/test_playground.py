@@ -17,6 +17,7 @@ import pytest
 from ingot.tokenizers.bpe import MASK
 from tests.browser import Tab, browsing, require_browser
 from tests.loopback import Loopback
+from tests.patience import PATIENCE_S
 from tests.serve.running import Running, running
 from tests.serve.test_masks import make_masked
 from tests.serve.tiny import make_classifier, make_scorer
@@ -26,7 +27,7 @@ STOP = "document.querySelector('.ask button').textContent"
 
 
 def test_the_page_and_its_files_are_served_without_the_key(strict: Running) -> None:
-    with httpx.Client(base_url=strict.url, timeout=60) as client:
+    with httpx.Client(base_url=strict.url, timeout=PATIENCE_S) as client:
         page = client.get("/")
         assert page.status_code == 200
         assert page.headers["content-type"].startswith("text/html")
@@ -237,7 +238,7 @@ class Dying(BaseHTTPRequestHandler):
 def test_an_answer_that_broke_off_is_no_whole_one(tab: Tab, tmp_path: Path) -> None:
     with Loopback(Dying) as model, showing(tmp_path, "--model", model.address) as shown:
         torn = {"messages": [{"role": "user", "content": "torn"}]}
-        with httpx.Client(base_url=shown.url, timeout=60, trust_env=False) as client:
+        with httpx.Client(base_url=shown.url, timeout=PATIENCE_S, trust_env=False) as client:
             last = client.post("/api/models/0/chat", json=torn).text.split("\n\n")[-2]
         assert "broke off (RemoteProtocolError)" in json.loads(last.removeprefix("data: "))["error"]
         tab.go(f"{shown.url}/#/play")
@@ -415,7 +416,7 @@ def test_two_models_answer_beside_each_other_in_the_ui(
         assert tab.eval(model) == "tiny", "not the address, by which none is served there"
         ask(tab, "the fox")
         tab.wait("document.querySelectorAll('.panel-foot')[1].innerText.includes('5 tokens')")
-        with httpx.Client(base_url=shown.url, timeout=60, trust_env=False) as client:
+        with httpx.Client(base_url=shown.url, timeout=PATIENCE_S, trust_env=False) as client:
             assert client.post("/api/models/2/chat", json={}).status_code == 404
             assert client.post("/api/models/0/metrics", json={}).status_code == 422
             refused = client.post(

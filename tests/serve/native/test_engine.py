@@ -21,6 +21,7 @@ from ingot.serve.native import engine as module
 from ingot.serve.native.embedding import Embedder
 from ingot.serve.native.engine import MAX_FAILURES, PROBE, ServingEngine, Ticket
 from ingot.serve.native.model import LoadedModel, load
+from tests.patience import PATIENCE_S
 from tests.serve.test_masks import make_masked
 from tests.serve.tiny import make_classifier, make_scorer, make_summarizer
 
@@ -246,7 +247,7 @@ def test_a_bad_request_that_comes_again_and_again_makes_no_server_unhealthy(
         for _ in range(MAX_FAILURES + 1):
             with pytest.raises(ApiError):
                 await answers(wide.submit([Request([300, 5], 4)]))
-        until = time.monotonic() + 30
+        until = time.monotonic() + PATIENCE_S
         while not wide.healthy:
             assert time.monotonic() < until
             await asyncio.sleep(0.01)

@@ -28,6 +28,7 @@ EVERY = {f"{one} {other}" for one in range(10) for other in range(10)}
 """All prompts."""
 
 
+@pytest.mark.drawn("an absent reward", keep=3)
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_a_reward_whose_server_is_gone_ends_the_attempt(
     staleness: int, ready: Path, tmp_path: Path
@@ -46,6 +47,7 @@ def test_a_reward_whose_server_is_gone_ends_the_attempt(
     assert not recipe.folder.model.exists()
 
 
+@pytest.mark.drawn("an absent reward", keep=3)
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_a_reward_that_judged_nothing_ends_a_training_of_few_prompts(
     staleness: int, ready: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -64,6 +66,7 @@ def test_a_reward_that_judged_nothing_ends_a_training_of_few_prompts(
     assert recipe.folder.model.exists()
 
 
+@pytest.mark.drawn("an absent reward", keep=3)
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_early_stopping_waits_for_a_reward_that_judged_nothing(
     staleness: int, ready: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -87,6 +90,7 @@ def test_early_stopping_waits_for_a_reward_that_judged_nothing(
     assert committed(early.folder.checkpoints)[0].step == 2
 
 
+@pytest.mark.drawn("an absent reward", keep=3)
 def test_a_training_that_waited_for_a_reward_ends_by_an_evaluation_after_it(
     ready: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,6 +126,7 @@ def test_prompts_that_a_reward_cannot_judge_end_nothing(
     assert logged(recipe, "reward/failed") == [0, 1] * 10
 
 
+@pytest.mark.drawn("an absent reward", keep=3)
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_steps_before_a_reward_was_absent_are_kept(
     staleness: int, ready: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

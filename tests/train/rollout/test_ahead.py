@@ -21,6 +21,7 @@ from ingot.train.rollout.rollout import Rollout
 from ingot.train.rollout.sampling import AnswerSampler, SampleTask
 from ingot.train.trainer import train
 from tests import tolerances
+from tests.patience import PATIENCE_S
 from tests.ranks import run_ranks
 from tests.train.rollout.digits import apart, digits_recipe, odd_known
 from tests.train.rollout.test_layouts import KL, UNEVEN, on_ranks, same_as
@@ -83,6 +84,7 @@ def test_answers_are_of_the_weights_that_many_rollouts_before(
     assert moved[0] < tolerances.FIRST_RATIO < 0.01 * min(moved[1:])
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("every", [3, 4])
 def test_what_was_killed_goes_on_with_the_answers_that_were_under_way(
     every: int, ready: Path, whole: Recipe, tmp_path: Path
@@ -138,7 +140,7 @@ def test_ranks_sample_ahead_what_one_process_does(layout: str, ready: Path, tmp_
     wanted = apart(ready, tmp_path / "one", given, **UNEVEN)
     train(wanted)
     knobs = {**UNEVEN, f"parallel__{layout}": 2}
-    run_ranks(2, on_ranks, str(ready), str(tmp_path / "two"), given, knobs, timeout_s=180)
+    run_ranks(2, on_ranks, str(ready), str(tmp_path / "two"), given, knobs, timeout_s=PATIENCE_S)
     found = digits_recipe(tmp_path / "two", given, **UNEVEN)
     same_as(found, wanted)
     errors = logged(found, "sampler/ratio_error")

@@ -26,6 +26,7 @@ from ingot.train.trainer import train
 from tests import tolerances
 from tests.objectives.test_every_way import distance, logged, weights
 from tests.parallel.proving import MODELS
+from tests.patience import PATIENCE_S
 from tests.ranks import run_ranks
 from tests.train.rollout.digits import apart, digits_recipe, odd_known, write_pairs
 from tests.train.stopping import train_until
@@ -108,7 +109,9 @@ def test_every_layout_gives_the_numbers_of_one_process(
     name: str, ready: Path, alone: Recipe, tmp_path: Path
 ) -> None:
     world, layout = LAYOUTS[name]
-    run_ranks(world, on_ranks, str(ready), str(tmp_path), KL, {**UNEVEN, **layout}, timeout_s=180)
+    run_ranks(
+        world, on_ranks, str(ready), str(tmp_path), KL, {**UNEVEN, **layout}, timeout_s=PATIENCE_S
+    )
     same_as(digits_recipe(tmp_path, KL, **UNEVEN), alone)
 
 
@@ -118,7 +121,9 @@ def test_answers_that_ranks_do_not_divide_are_all_given(ready: Path, tmp_path: P
     wanted = apart(ready, tmp_path / "one", objective, **knobs)
     train(wanted)
     layout = {**knobs, "parallel__context": 2}
-    run_ranks(2, on_ranks, str(ready), str(tmp_path / "two"), objective, layout, timeout_s=180)
+    run_ranks(
+        2, on_ranks, str(ready), str(tmp_path / "two"), objective, layout, timeout_s=PATIENCE_S
+    )
     same_as(digits_recipe(tmp_path / "two", objective, **knobs), wanted)
 
 
@@ -139,7 +144,9 @@ def test_adapters_packed_matrices_and_experts_are_gathered(
     wanted = variant(tmp_path / "one", name, base)
     train(wanted)
     found = variant(tmp_path / "two", name, base, **VARIANTS[name])
-    run_ranks(2, variant_on_ranks, str(tmp_path / "two"), name, base, VARIANTS[name], timeout_s=180)
+    run_ranks(
+        2, variant_on_ranks, str(tmp_path / "two"), name, base, VARIANTS[name], timeout_s=PATIENCE_S
+    )
     same_as(found, wanted)
 
 
@@ -147,7 +154,7 @@ def test_adapters_packed_matrices_and_experts_are_gathered(
 def test_in_bfloat16_the_sampler_computes_as_the_trainer_does(ready: Path, tmp_path: Path) -> None:
     """With shards, as on one process, the ratio is 1 but for the rounding of bfloat16."""
     layout = {**UNEVEN, "parallel__shard": 2, "precision__compute": "bf16"}
-    run_ranks(2, on_ranks, str(ready), str(tmp_path), {}, layout, timeout_s=180)
+    run_ranks(2, on_ranks, str(ready), str(tmp_path), {}, layout, timeout_s=PATIENCE_S)
     errors = logged(digits_recipe(tmp_path, **UNEVEN), "train/policy/ratio_error")
     assert max(errors) < tolerances.BF16_LOSS
 
@@ -156,7 +163,7 @@ def test_in_bfloat16_the_sampler_computes_as_the_trainer_does(ready: Path, tmp_p
 def test_replicas_in_bfloat16_sample_before_their_first_step(ready: Path, tmp_path: Path) -> None:
     """FSDP sums their gradients, and the weights in training are those that are sampled from."""
     knobs = {**UNEVEN, "train__steps": 1, "precision__compute": "bf16", "parallel__replicate": 2}
-    run_ranks(2, on_ranks, str(ready), str(tmp_path), {}, knobs, timeout_s=180)
+    run_ranks(2, on_ranks, str(ready), str(tmp_path), {}, knobs, timeout_s=PATIENCE_S)
     errors = logged(digits_recipe(tmp_path, **UNEVEN), "train/policy/ratio_error")
     assert max(errors) < tolerances.BF16_LOSS
 
@@ -178,10 +185,10 @@ def test_shards_that_were_killed_go_on_bit_for_bit_and_on_one_process(
     """The checkpoint of step 4 lies inside of the second rollout of three updates."""
     whole, broken, moved = (tmp_path / name for name in ("whole", "broken", "moved"))
     many, one = ({"updates": 3}, {**LONG, "parallel__shard": 2}), ({"updates": 3}, LONG)
-    run_ranks(2, on_ranks, str(ready), str(whole), *many, timeout_s=180)
-    run_ranks(2, killed, str(ready), str(broken), 5, timeout_s=180)
+    run_ranks(2, on_ranks, str(ready), str(whole), *many, timeout_s=PATIENCE_S)
+    run_ranks(2, killed, str(ready), str(broken), 5, timeout_s=PATIENCE_S)
     shutil.copytree(broken, moved)
-    run_ranks(2, on_ranks, str(ready), str(broken), *many, timeout_s=180)
+    run_ranks(2, on_ranks, str(ready), str(broken), *many, timeout_s=PATIENCE_S)
     wanted = digits_recipe(whole, *many[:1], **LONG)
     found = digits_recipe(broken, *many[:1], **LONG)
     assert next(iter(committed(found.folder.checkpoints))).step == 6
@@ -227,7 +234,9 @@ def sampled_from_others(ready: str, target: str, how: str) -> str:
 def test_answers_from_other_weights_than_those_in_training_are_noticed(
     how: str, ready: Path, tmp_path: Path
 ) -> None:
-    for said in run_ranks(2, sampled_from_others, str(ready), str(tmp_path), how, timeout_s=120):
+    for said in run_ranks(
+        2, sampled_from_others, str(ready), str(tmp_path), how, timeout_s=PATIENCE_S
+    ):
         assert "sample from others than they train" in said
         assert said.startswith("2 " if how == "stale" else "0 ")
 

@@ -24,6 +24,7 @@ from ingot.train.rollout.answers import RolloutAnswers, make_batches
 from ingot.train.rollout.scored import mismatch, with_recomputed
 from ingot.train.trainer import train
 from tests import tolerances
+from tests.patience import PATIENCE_S
 from tests.ranks import run_ranks
 from tests.train.rollout.digits import apart, digits_recipe, odd_known
 from tests.train.rollout.test_batches import of_rewards, prompts
@@ -139,7 +140,7 @@ def test_every_layout_recomputes_the_same(
     count, layout = LAYOUTS[name]
     knobs = {**UNEVEN, **layout}
     given = {**KL, **RECOMPUTED}
-    run_ranks(count, on_ranks, str(ready), str(tmp_path), given, knobs, timeout_s=180)
+    run_ranks(count, on_ranks, str(ready), str(tmp_path), given, knobs, timeout_s=PATIENCE_S)
     found = digits_recipe(tmp_path, given, **UNEVEN)
     same_as(found, alone)
     assert max(logged(found, "sampler/ratio_error_max")) < 10 * tolerances.FIRST_RATIO

@@ -261,6 +261,7 @@ def test_any_split_of_the_work_gives_the_same_numbers(ready: Path, tmp_path: Pat
     assert distance(weights(shared), weights(whole)) < tolerances.SPLIT_WEIGHTS
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("normalise", ["tokens", "answers"])
 def test_the_other_divisors_are_those_of_the_whole_step(
     normalise: str, ready: Path, tmp_path: Path
