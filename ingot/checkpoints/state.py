@@ -61,11 +61,16 @@ def _local_tensors(
         )
     for master in masters:
         yield MODEL + master.name, master.tensor.detach(), master
-        for key, value in sorted(state.get(master.tensor, {}).items(), key=str):
+        # By the name alone: as text, a pair would be the whole tensor, fetched from its device.
+        for key, value in sorted(state.get(master.tensor, {}).items(), key=_name):
             _check_kept(master, key, value)
             is_alike = value.shape == master.tensor.shape
             yield f"{OPTIMIZER}{master.name}.{key}", value, master if is_alike else None
     yield from ((MODEL + name, buffer, None) for name, buffer in masters.buffers.items())
+
+
+def _name(item: tuple[object, object]) -> str:
+    return str(item[0])
 
 
 def _check_kept(master: Master, key: object, value: object) -> None:

@@ -20,7 +20,7 @@ from ingot.base.progress import Progress
 from ingot.base.runlog import MetricSink
 from ingot.config.shape import flops_per_token
 from ingot.data.batches.loader import Batch, BatchSource
-from ingot.models.device import Compute, MeasuredPeak, gpu_usage, peak_flops, peak_memory_bytes
+from ingot.models.device import Compute, gpu_usage, peak_flops, peak_memory_bytes, peak_of
 from ingot.parallel.mesh import Mesh
 from ingot.train.checkpointing import CheckpointHook
 from ingot.train.evaluation import EvaluateHook
@@ -90,7 +90,7 @@ class LogHook:
         self._forget(0.0)
         self._notes: dict[str, str] = {}
         self._shown_at = 0.0
-        self._measured_peak = MeasuredPeak(self.mesh.device, self.work.compute)
+        self._measured_peak = peak_of(self.mesh.device, self.work.compute)
 
     def _forget(self, now: float) -> None:
         """Begin to count anew, after a line was written."""

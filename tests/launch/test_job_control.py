@@ -15,6 +15,7 @@ from ingot.cli.launch import cancel
 from ingot.launch.handles import find_handle, jobs_folder, store_handle, stored_handles
 from ingot.launch.job import Handle, JobState
 from ingot.launch.job_control import RemoteJob, UnreadableJob, submitted_jobs
+from ingot.launch.supervisor.budget import SpendingMeter
 from tests.small import small_recipe
 
 HANDLE = Handle("train", "slurm", "7", ("train",), 1.0, "")
@@ -198,3 +199,9 @@ def test_the_handle_of_another_version_is_none_of_no_job(tmp_path: Path) -> None
         with pytest.raises(WrongInput, match=r"train\.slurm\.json cannot be read .* may still run"):
             ask()
     assert find_handle(tmp_path, "evaluate", "slurm") is None
+
+
+def test_what_the_starts_of_a_job_have_used_is_no_handle(tmp_path: Path) -> None:
+    store_handle(tmp_path, HANDLE)
+    SpendingMeter(tmp_path, "train", 1.0).begin(60.0)
+    assert stored_handles(tmp_path) == [HANDLE]

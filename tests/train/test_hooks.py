@@ -18,6 +18,7 @@ from ingot.base.runlog import JsonLines, Resumed, read_lines
 from ingot.config.documents import dump
 from ingot.config.load import load_recipe
 from ingot.config.shape import flops_per_token
+from ingot.models.device import MeasuredPeak
 from ingot.parallel.mesh import Mesh
 from ingot.report.metrics import GPU_MEMORY, GPU_USE, MEMORY, MetricsFile
 from ingot.train import assembly
@@ -215,6 +216,7 @@ def test_no_training_is_faster_than_the_peak_of_its_machine(
 ) -> None:
     """A CPU's peak that was measured while others worked gave 120 %."""
     monkeypatch.setattr("ingot.models.device.measured_peak", lambda device, compute: 3e6)
+    monkeypatch.setattr("ingot.train.hooks.peak_of", MeasuredPeak)  # none from trainings before
     mesh, path = Mesh(Ranks(), torch.device("cpu")), tmp_path / "metrics.jsonl"
     work, zero, seconds = Workload(1000.0, None, "fp32"), torch.tensor(0.0), 0.0
     progress = Progress("train", 3, "steps")
