@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import os
 import resource
@@ -205,12 +204,6 @@ class MeasuredPeak:
             self._again_at = ended + 100 * (ended - started)
         self._best = max(self._best, reached)
         return self._best
-
-
-@functools.cache
-def peak_of(device: torch.device, compute: Compute) -> MeasuredPeak:
-    """That of this process: what one training measured counts for the next."""
-    return MeasuredPeak(device, compute)
 
 
 def backend(device: torch.device) -> str:

@@ -5,6 +5,7 @@ fetches a step's data and may stop before it.
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import signal
@@ -20,7 +21,7 @@ from ingot.base.progress import Progress
 from ingot.base.runlog import MetricSink
 from ingot.config.shape import flops_per_token
 from ingot.data.batches.loader import Batch, BatchSource
-from ingot.models.device import Compute, gpu_usage, peak_flops, peak_memory_bytes, peak_of
+from ingot.models.device import Compute, MeasuredPeak, gpu_usage, peak_flops, peak_memory_bytes
 from ingot.parallel.mesh import Mesh
 from ingot.train.checkpointing import CheckpointHook
 from ingot.train.evaluation import EvaluateHook
@@ -32,6 +33,8 @@ from ingot.train.step import DropoutSeeds, StepControl, StepInfo, StepOutcome
 
 MOST_RANKS = 64
 """More ranks than this are not logged one by one: a line of ten thousand would be a megabyte."""
+peak_of = functools.cache(MeasuredPeak)
+"""The peak of a device in this process: what one training measured counts for the next."""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from tests.exhaustive import EXHAUSTIVE
 @pytest.mark.parametrize(
     "action",
     [
-        pytest.param(action, marks=pytest.mark.drawn("a crash of what is written", keep=2))
+        pytest.param(action, marks=pytest.mark.drawn("a crash of what is written"))
         for action in (SAVE, LINES, RECORD, EXPORT, REGISTER)
     ],
     ids=lambda action: action.name,

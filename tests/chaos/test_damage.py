@@ -78,7 +78,7 @@ def test_every_file_is_damaged_below(two: tuple[Path, dict[int, State]]) -> None
     assert_equal(load(two[0]), two[1][2])
 
 
-@pytest.mark.drawn(keep=24)
+@pytest.mark.drawn(keep=12)
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("file", FILES)
 def test_what_is_damaged_is_named_and_the_one_before_is_taken(

@@ -59,7 +59,7 @@ def test_e(case): pass
 """
 
 
-SEEDS = 16
+SEEDS = 32
 LOOP = f"""
 import os, sys, pytest
 for seed in range({SEEDS}):

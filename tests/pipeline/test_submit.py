@@ -92,7 +92,7 @@ ELSEWHERE: dict[str, Any] = {
 }
 
 
-@pytest.mark.drawn("a submitted pipeline", keep=4)
+@pytest.mark.drawn("a submitted pipeline", keep=3)
 @pytest.mark.parametrize(("case", "knobs"), [("here", {}), ("elsewhere", ELSEWHERE)])
 def test_the_same_recipe_gives_the_same_bytes(
     case: str, knobs: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -299,7 +299,7 @@ def _written(folder: Path, text: str) -> Path:
     return path
 
 
-@pytest.mark.drawn("a submitted pipeline", keep=4)
+@pytest.mark.drawn("a submitted pipeline", keep=3)
 def test_steps_are_told_until_the_end(
     tmp_path: Path, service: pipelines.State, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -316,7 +316,7 @@ def test_steps_are_told_until_the_end(
     )
 
 
-@pytest.mark.drawn("a submitted pipeline", keep=4)
+@pytest.mark.drawn("a submitted pipeline", keep=3)
 def test_what_there_is_to_look_at_comes_back(
     tmp_path: Path, service: pipelines.State, bucket: gcs.Server, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -355,7 +355,7 @@ def test_what_there_is_to_look_at_comes_back(
     assert f"what the pipeline made lies in {submission.plan.replica}" in capsys.readouterr().err
 
 
-@pytest.mark.drawn("a submitted pipeline", keep=4)
+@pytest.mark.drawn("a submitted pipeline", keep=3)
 def test_no_record_of_the_pipeline_vouches_for_a_model_or_data_that_lie_here(
     tmp_path: Path, service: pipelines.State
 ) -> None:
@@ -386,7 +386,7 @@ def test_no_record_of_the_pipeline_vouches_for_a_model_or_data_that_lie_here(
         assert (root / f"reports/steps/{step}.json").read_text() == "made"
 
 
-@pytest.mark.drawn("a submitted pipeline", keep=4)
+@pytest.mark.drawn("a submitted pipeline", keep=3)
 def test_a_gate_that_keeps_the_live_model_is_a_good_end(
     tmp_path: Path, service: pipelines.State, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -398,7 +398,7 @@ def test_a_gate_that_keeps_the_live_model_is_a_good_end(
     assert said.endswith("the gate keeps the live model; nothing was registered\n")
 
 
-@pytest.mark.drawn("a submitted pipeline", keep=4)
+@pytest.mark.drawn("a submitted pipeline", keep=3)
 def test_a_step_that_fails_is_named_with_its_error(
     tmp_path: Path, service: pipelines.State
 ) -> None:
@@ -414,7 +414,7 @@ def test_a_step_that_fails_is_named_with_its_error(
         submit.follow(submission, id)
 
 
-@pytest.mark.drawn("a submitted pipeline", keep=4)
+@pytest.mark.drawn("a submitted pipeline", keep=3)
 def test_a_pipeline_that_somebody_cancels_is_told(tmp_path: Path, service: pipelines.State) -> None:
     recipe, submission, id = submitted(tmp_path, service)
     assert submit.cancel(recipe) == [id]
@@ -423,7 +423,7 @@ def test_a_pipeline_that_somebody_cancels_is_told(tmp_path: Path, service: pipel
     assert submit.cancel(recipe) == []
 
 
-@pytest.mark.drawn("a submitted pipeline", keep=4)
+@pytest.mark.drawn("a submitted pipeline", keep=3)
 def test_a_network_that_is_down_for_a_while_ends_no_following(
     tmp_path: Path,
     service: pipelines.State,
@@ -450,7 +450,7 @@ def test_a_lost_answer_makes_no_second_pipeline(
     assert len(service.server.requests("PipelineService.CreatePipelineJob")) == 2
 
 
-@pytest.mark.drawn("a submitted pipeline", keep=4)
+@pytest.mark.drawn("a submitted pipeline", keep=3)
 def test_the_same_command_again_finds_the_pipeline_that_runs_and_starts_a_new_one_when_it_is_over(
     tmp_path: Path, service: pipelines.State
 ) -> None:
@@ -463,7 +463,7 @@ def test_the_same_command_again_finds_the_pipeline_that_runs_and_starts_a_new_on
     assert not is_old
 
 
-@pytest.mark.drawn("a submitted pipeline", keep=4)
+@pytest.mark.drawn("a submitted pipeline", keep=3)
 def test_a_command_that_was_killed_before_its_answer_gives_the_same_name_again(
     tmp_path: Path, service: pipelines.State
 ) -> None:
@@ -472,7 +472,7 @@ def test_a_command_that_was_killed_before_its_answer_gives_the_same_name_again(
     assert submit.submit(recipe, submission) == (id, False)
 
 
-@pytest.mark.drawn("a submitted pipeline", keep=4)
+@pytest.mark.drawn("a submitted pipeline", keep=3)
 def test_two_pipelines_of_one_run_are_refused(tmp_path: Path, service: pipelines.State) -> None:
     _, _, id = submitted(tmp_path / "one", service)
     with pytest.raises(Failed, match=f"the pipeline {id} of small goes on"):
@@ -480,7 +480,7 @@ def test_two_pipelines_of_one_run_are_refused(tmp_path: Path, service: pipelines
     assert list(service.jobs) == [id]
 
 
-@pytest.mark.drawn("a submitted pipeline", keep=4)
+@pytest.mark.drawn("a submitted pipeline", keep=3)
 def test_what_is_submitted_while_another_one_is_uploaded_is_refused(
     tmp_path: Path, service: pipelines.State, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -503,7 +503,7 @@ def test_what_is_submitted_while_another_one_is_uploaded_is_refused(
         submit.submit(second, prepare_submission(second))
 
 
-@pytest.mark.drawn("a submitted pipeline", keep=4)
+@pytest.mark.drawn("a submitted pipeline", keep=3)
 def test_the_run_folder_goes_along_where_the_bucket_has_none_and_never_over_a_newer_one(
     root: Path, service: pipelines.State, bucket: gcs.Server
 ) -> None:
@@ -544,7 +544,7 @@ def test_a_bucket_of_another_region_is_refused(
         assert not service.jobs
 
 
-@pytest.mark.drawn("a submitted pipeline", keep=4)
+@pytest.mark.drawn("a submitted pipeline", keep=3)
 def test_a_missing_bucket_and_a_missing_right_are_told(
     tmp_path: Path, service: pipelines.State
 ) -> None:
@@ -559,7 +559,7 @@ def test_a_missing_bucket_and_a_missing_right_are_told(
         submitted(tmp_path, service)
 
 
-@pytest.mark.drawn("a submitted pipeline", keep=4)
+@pytest.mark.drawn("a submitted pipeline", keep=3)
 def test_one_schedule_a_run_made_and_then_replaced(
     tmp_path: Path, service: pipelines.State
 ) -> None:
@@ -578,7 +578,7 @@ def test_one_schedule_a_run_made_and_then_replaced(
     )
 
 
-@pytest.mark.drawn("a submitted pipeline", keep=4)
+@pytest.mark.drawn("a submitted pipeline", keep=3)
 def test_a_namesake_in_another_bucket_is_somebody_elses(
     tmp_path: Path,
     service: pipelines.State,
@@ -605,7 +605,7 @@ def test_a_namesake_in_another_bucket_is_somebody_elses(
     assert submit.cancel(ann) == [id]
 
 
-@pytest.mark.drawn("a submitted pipeline", keep=4)
+@pytest.mark.drawn("a submitted pipeline", keep=3)
 def test_a_schedule_that_was_made_twice_is_made_one(
     tmp_path: Path, service: pipelines.State
 ) -> None:
@@ -675,7 +675,7 @@ def test_the_command_prints_the_page_and_an_interrupt_leaves_the_pipeline_runnin
     assert not service.server.requests("PipelineService.CancelPipelineJob")
 
 
-@pytest.mark.drawn("a submitted pipeline", keep=4)
+@pytest.mark.drawn("a submitted pipeline", keep=3)
 def test_a_dry_run_prints_what_would_be_sent_and_asks_nobody(
     tmp_path: Path, service: pipelines.State, bucket: gcs.Server
 ) -> None:
@@ -692,7 +692,7 @@ def test_a_dry_run_prints_what_would_be_sent_and_asks_nobody(
     assert not bucket.objects
 
 
-@pytest.mark.drawn("a submitted pipeline", keep=4)
+@pytest.mark.drawn("a submitted pipeline", keep=3)
 def test_a_dry_run_loads_no_client_of_the_service(tmp_path: Path) -> None:
     code = (
         "import sys; from ingot.cli.app import main; sys.argv = ['ingot', 'submit', sys.argv[1],"

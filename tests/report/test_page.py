@@ -297,6 +297,7 @@ WRONG = st.sampled_from(
 )
 
 
+@pytest.mark.drawn("pages at length")
 @settings(max_examples=40, deadline=None)
 @given(
     changes=st.dictionaries(
@@ -319,6 +320,7 @@ def test_whatever_stands_in_the_files_there_is_a_page(
         assert not re.search("nan|inf", " ".join(page.paths))
 
 
+@pytest.mark.drawn("pages at length")
 def test_a_long_run_makes_no_long_page_and_loses_no_spike(tmp_path: Path) -> None:
     run = made_up_run(tmp_path, steps=30_000, log_every=1)
     append_line(run.metrics, {"step": 17_777, "train/loss": 40.0})

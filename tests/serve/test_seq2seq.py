@@ -44,7 +44,7 @@ def text_of(loaded: LoadedModel, body: dict[str, Any]) -> str:
     return text
 
 
-@pytest.mark.drawn(keep=2)
+@pytest.mark.drawn
 def test_requests_that_arrive_one_after_another_get_what_each_gets_alone(served: Served) -> None:
     server, loaded = served
     bodies: list[dict[str, Any]] = [

@@ -59,7 +59,7 @@ ALONE = Mesh(Ranks(), torch.device("cpu"))
 CONSTANT = {"train__schedule": "{kind: constant, warmup: 0}", "precision__export": "fp32"}
 
 
-@pytest.mark.drawn("another run's state", keep=6)
+@pytest.mark.drawn("another run's state", keep=3)
 def test_from_another_runs_checkpoint_with_optimizer_and_step_is_as_if_never_interrupted(
     two: tuple[Path, Path],
 ) -> None:
@@ -80,7 +80,7 @@ def test_from_another_runs_checkpoint_with_optimizer_and_step_is_as_if_never_int
     assert (read_lineage(onward.folder.model) or {})["start_from"]["step"] == 4
 
 
-@pytest.mark.drawn("another run's state", keep=6)
+@pytest.mark.drawn("another run's state", keep=3)
 def test_a_reset_optimizer_takes_the_weights_alone(two: tuple[Path, Path]) -> None:
     first, second = two
     train(small_recipe(first, train__steps=4, **CONSTANT))
@@ -111,7 +111,7 @@ def test_a_reset_optimizer_takes_the_weights_alone(two: tuple[Path, Path]) -> No
     assert not same(fresh, kept)
 
 
-@pytest.mark.drawn("another run's state", keep=6)
+@pytest.mark.drawn("another run's state", keep=3)
 def test_a_start_step_moves_schedule_and_data(two: tuple[Path, Path]) -> None:
     first, second = two
     train(small_recipe(first, train__steps=6))
@@ -146,7 +146,7 @@ def on_other_data(root: Path, origin: Path, **knobs: Any) -> Recipe:
     return recipe
 
 
-@pytest.mark.drawn("another run's state", keep=6)
+@pytest.mark.drawn("another run's state", keep=3)
 def test_other_data_is_read_from_its_beginning(
     two: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -167,7 +167,7 @@ def test_other_data_is_read_from_its_beginning(
     assert len(logged(onward)) == last - begin
 
 
-@pytest.mark.drawn("another run's state", keep=6)
+@pytest.mark.drawn("another run's state", keep=3)
 @pytest.mark.parametrize(
     "knobs", [{"seed": 7}, {"train__global_batch": 8}, {"data__seq_len": 48}], ids=str
 )
@@ -193,7 +193,7 @@ def test_another_order_of_the_same_data_is_read_from_its_beginning(
     assert losses[0] == losses[1]
 
 
-@pytest.mark.drawn("another run's state", keep=6)
+@pytest.mark.drawn("another run's state", keep=3)
 def test_a_stage_measured_on_other_documents_goes_on_in_the_order_of_the_first(
     two: tuple[Path, Path],
 ) -> None:
@@ -219,7 +219,7 @@ def test_a_stage_measured_on_other_documents_goes_on_in_the_order_of_the_first(
     ]
 
 
-@pytest.mark.drawn("another run's state", keep=6)
+@pytest.mark.drawn("another run's state", keep=3)
 def test_a_third_stage_goes_on_in_the_order_of_the_second(two: tuple[Path, Path]) -> None:
     """Which began behind the steps of the first stage, on data of its own."""
     first, second = two
@@ -241,7 +241,7 @@ def test_a_third_stage_goes_on_in_the_order_of_the_second(two: tuple[Path, Path]
     assert same(third, at_once)
 
 
-@pytest.mark.drawn("another run's state", keep=6)
+@pytest.mark.drawn("another run's state", keep=3)
 @pytest.mark.parametrize("fraction", [0.1, 0.3], ids=["the same data", "other data"])
 def test_where_a_stage_began_stays_when_the_other_run_goes_on(
     two: tuple[Path, Path], fraction: float
@@ -294,7 +294,7 @@ def test_what_cannot_be_started_from_is_refused(two: tuple[Path, Path]) -> None:
         train(other)
 
 
-@pytest.mark.drawn("another run's state", keep=6)
+@pytest.mark.drawn("another run's state", keep=3)
 def test_an_adapter_goes_on_as_the_one_that_it_was_alone(two: tuple[Path, Path]) -> None:
     """Told before anything is built, with what does go on from the model."""
     first, second = two
@@ -349,7 +349,7 @@ def test_a_checkpoint_to_start_from_that_is_damaged_or_of_another_version_is_ref
         train(onward)
 
 
-@pytest.mark.drawn("another run's state", keep=6)
+@pytest.mark.drawn("another run's state", keep=3)
 def test_the_state_of_another_optimizer_is_not_taken_over(two: tuple[Path, Path]) -> None:
     first, second = two
     train(small_recipe(first, train__steps=2))
@@ -362,7 +362,7 @@ def test_the_state_of_another_optimizer_is_not_taken_over(two: tuple[Path, Path]
     train(small_recipe(second, **knobs, train__reset_optimizer=True))
 
 
-@pytest.mark.drawn("another run's state", keep=6)
+@pytest.mark.drawn("another run's state", keep=3)
 def test_a_training_that_took_over_another_state_is_resumed(
     two: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -386,7 +386,7 @@ def test_a_training_that_took_over_another_state_is_resumed(
     assert committed(begun.folder.checkpoints), "nothing was set aside"
 
 
-@pytest.mark.drawn("another run's state", keep=6)
+@pytest.mark.drawn("another run's state", keep=3)
 def test_the_best_checkpoint_is_kept_and_exported(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -419,7 +419,7 @@ def test_the_best_checkpoint_is_kept_and_exported(
         train(best)
 
 
-@pytest.mark.drawn("another run's state", keep=6)
+@pytest.mark.drawn("another run's state", keep=3)
 def test_what_was_measured_otherwise_says_nothing_of_the_best(
     root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -515,7 +515,7 @@ def test_tasks_are_measured_while_training_and_can_stop_it(root: Path) -> None:
     )
 
 
-@pytest.mark.drawn("another run's state", keep=6)
+@pytest.mark.drawn("another run's state", keep=3)
 def test_steps_before_a_metric_that_is_not_measured_are_not_lost(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -107,7 +107,7 @@ def events(recipe: Recipe, kind: str) -> list[dict[str, Any]]:
 KNOBS: dict[str, Any] = {"train__steps": 12, "checkpoint__every": 2, "train__skip__in_row": 2}
 
 
-@pytest.mark.drawn("skipped steps", keep=7)
+@pytest.mark.drawn("skipped steps", keep=4)
 def test_too_many_end_training_and_say_so(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     poison(monkeypatch, range(20, 28))
     recipe = small_recipe(root, **KNOBS)
@@ -125,7 +125,7 @@ def test_too_many_end_training_and_say_so(root: Path, monkeypatch: pytest.Monkey
     ]
 
 
-@pytest.mark.drawn("skipped steps", keep=7)
+@pytest.mark.drawn("skipped steps", keep=4)
 def test_the_last_step_counts_as_the_others_do(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A training that ends with steps that were not taken has failed, and is told so; one such step
     at its end is recorded, and no earlier loss stands for its own.
@@ -140,7 +140,7 @@ def test_the_last_step_counts_as_the_others_do(root: Path, monkeypatch: pytest.M
     assert events(recipe, "skip")[-1]["step"] == 5
 
 
-@pytest.mark.drawn("skipped steps", keep=7)
+@pytest.mark.drawn("skipped steps", keep=4)
 def test_going_back_from_the_last_step(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     poison(monkeypatch, range(16, 24))
     recipe = small_recipe(
@@ -153,7 +153,7 @@ def test_going_back_from_the_last_step(root: Path, monkeypatch: pytest.MonkeyPat
     assert all(line["train/loss"] is not None for line in lines)
 
 
-@pytest.mark.drawn("skipped steps", keep=7)
+@pytest.mark.drawn("skipped steps", keep=4)
 def test_one_that_is_not_taken_is_recorded_and_changes_nothing(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -166,7 +166,7 @@ def test_one_that_is_not_taken_is_recorded_and_changes_nothing(
     assert lines[5]["train/loss"] is None
 
 
-@pytest.mark.drawn("skipped steps", keep=7)
+@pytest.mark.drawn("skipped steps", keep=4)
 def test_skipped_steps_are_counted_on_after_a_resume(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,7 +181,7 @@ def test_skipped_steps_are_counted_on_after_a_resume(
     ] * 2 + [1.0] * 10
 
 
-@pytest.mark.drawn("skipped steps", keep=7)
+@pytest.mark.drawn("skipped steps", keep=4)
 def test_a_spike_is_skipped_where_that_is_asked_for(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -193,7 +193,7 @@ def test_a_spike_is_skipped_where_that_is_asked_for(
     assert skip["cause"].startswith("spike, gradient norm ")
 
 
-@pytest.mark.drawn("skipped steps", keep=7)
+@pytest.mark.drawn("skipped steps", keep=4)
 def test_going_back_leaves_the_data_of_the_bad_steps_out(
     root: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -228,7 +228,7 @@ def test_going_back_leaves_the_data_of_the_bad_steps_out(
     assert committed(recipe.folder.checkpoints)[0].commit["left_out"] == [[20, 28]]
 
 
-@pytest.mark.drawn("skipped steps", keep=7)
+@pytest.mark.drawn("skipped steps", keep=4)
 def test_going_back_to_the_first_step_leaves_them_out_where_a_model_lies_already(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -256,7 +256,7 @@ def test_going_back_to_the_first_step_leaves_them_out_where_a_model_lies_already
     assert (aside / "metrics.jsonl").read_text() == logged
 
 
-@pytest.mark.drawn("skipped steps", keep=7)
+@pytest.mark.drawn("skipped steps", keep=4)
 def test_going_back_shortens_epochs_as_leaving_out_does(
     root: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -283,7 +283,7 @@ def test_going_back_shortens_epochs_as_leaving_out_does(
     assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(recipe).items())
 
 
-@pytest.mark.drawn("skipped steps", keep=7)
+@pytest.mark.drawn("skipped steps", keep=4)
 def test_a_pass_that_ends_where_training_went_back_to_is_finished(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -302,7 +302,7 @@ def test_a_pass_that_ends_where_training_went_back_to_is_finished(
     train(small_recipe(root))  # set aside, as a finished one is
 
 
-@pytest.mark.drawn("skipped steps", keep=7)
+@pytest.mark.drawn("skipped steps", keep=4)
 def test_going_back_may_take_as_long_as_a_start(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -319,7 +319,7 @@ def test_going_back_may_take_as_long_as_a_start(
     assert seen == ["loading", "loading"]
 
 
-@pytest.mark.drawn("skipped steps", keep=7)
+@pytest.mark.drawn("skipped steps", keep=4)
 def test_who_dies_while_it_goes_back_has_lost_the_steps_behind_the_checkpoint(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -334,7 +334,7 @@ def test_who_dies_while_it_goes_back_has_lost_the_steps_behind_the_checkpoint(
     assert (event["step"], event["steps"]) == (4, 3)
 
 
-@pytest.mark.drawn("skipped steps", keep=7)
+@pytest.mark.drawn("skipped steps", keep=4)
 def test_going_back_leaves_the_same_out_with_a_best_checkpoint(
     root: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -359,7 +359,7 @@ def measured(recipe: Recipe) -> dict[int, float]:
     return {line["step"]: line[name] for line in read_lines(recipe.folder.metrics) if name in line}
 
 
-@pytest.mark.drawn("skipped steps", keep=7)
+@pytest.mark.drawn("skipped steps", keep=4)
 def test_an_evaluation_waits_for_a_step_that_is_taken(
     root: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -382,7 +382,7 @@ def test_an_evaluation_waits_for_a_step_that_is_taken(
     assert list(measured(short)) == [6]
 
 
-@pytest.mark.drawn("skipped steps", keep=7)
+@pytest.mark.drawn("skipped steps", keep=4)
 def test_a_checkpoint_that_waits_is_made_by_the_next_attempt(
     root: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -407,7 +407,7 @@ def test_a_checkpoint_that_waits_is_made_by_the_next_attempt(
     assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(recipe).items())
 
 
-@pytest.mark.drawn("skipped steps", keep=7)
+@pytest.mark.drawn("skipped steps", keep=4)
 def test_a_signal_does_not_pass_over_too_many(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It came with the last of them: no checkpoint may stand behind them."""
     poison(monkeypatch, range(20, 28))
@@ -418,7 +418,7 @@ def test_a_signal_does_not_pass_over_too_many(root: Path, monkeypatch: pytest.Mo
     assert committed(recipe.folder.checkpoints)[0].step == 4
 
 
-@pytest.mark.drawn("skipped steps", keep=7)
+@pytest.mark.drawn("skipped steps", keep=4)
 def test_a_refused_evaluation_does_not_pass_over_too_many(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -433,7 +433,7 @@ def test_a_refused_evaluation_does_not_pass_over_too_many(
     assert committed(recipe.folder.checkpoints)[0].step == 4
 
 
-@pytest.mark.drawn("skipped steps", keep=7)
+@pytest.mark.drawn("skipped steps", keep=4)
 def test_what_a_checkpoint_has_passed_is_not_left_out(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -452,7 +452,7 @@ def test_what_a_checkpoint_has_passed_is_not_left_out(
     assert (event["step"], event["samples"]) == (6, [24, 32])
 
 
-@pytest.mark.drawn("skipped steps", keep=7)
+@pytest.mark.drawn("skipped steps", keep=4)
 def test_a_signal_leaves_going_back_to_the_next_attempt(
     root: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -476,7 +476,7 @@ def test_a_signal_leaves_going_back_to_the_next_attempt(
     assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(recipe).items())
 
 
-@pytest.mark.drawn("skipped steps", keep=7)
+@pytest.mark.drawn("skipped steps", keep=4)
 def test_it_goes_back_so_often_and_no_more(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     poison(monkeypatch, range(20, 400))
     recipe = small_recipe(root, **KNOBS, train__skip__then="roll_back", train__skip__rollbacks=2)
@@ -488,7 +488,7 @@ def test_it_goes_back_so_often_and_no_more(root: Path, monkeypatch: pytest.Monke
     assert [event["samples"] for event in events(recipe, "roll_back")] == [[20, 28], [28, 36]]
 
 
-@pytest.mark.drawn("skipped steps", keep=7)
+@pytest.mark.drawn("skipped steps", keep=4)
 def test_before_the_first_checkpoint_it_goes_back_to_the_start(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -499,7 +499,7 @@ def test_before_the_first_checkpoint_it_goes_back_to_the_start(
     assert not (recipe.folder.root / "earlier").exists()
 
 
-@pytest.mark.drawn("skipped steps", keep=7)
+@pytest.mark.drawn("skipped steps", keep=4)
 def test_a_fresh_start_knows_nothing_of_what_was_left_out(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -521,7 +521,7 @@ def train_poisoned(root: Path) -> list[list[int]]:
     return [event["samples"] for event in events(recipe, "roll_back")]
 
 
-@pytest.mark.drawn("skipped steps", keep=7)
+@pytest.mark.drawn("skipped steps", keep=4)
 def test_two_ranks_go_back_together(root: Path) -> None:
     assert run_ranks(2, train_poisoned, root) == [[[20, 28]]] * 2
 
@@ -550,7 +550,7 @@ def test_a_checkpoint_says_how_many_were_skipped_right_before_it(tmp_path: Path)
     assert rows == [1, 2, 0, 1]
 
 
-@pytest.mark.drawn("skipped steps", keep=7)
+@pytest.mark.drawn("skipped steps", keep=4)
 def test_steps_in_a_row_are_counted_on_after_a_resume(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -308,6 +308,7 @@ def test_a_row_is_measured_on_the_recipes_own_data_and_nothing_is_kept(
     assert "large matrix products" in FORMULA
 
 
+@pytest.mark.drawn("a bench at length")
 def test_padding_is_no_token(tmp_path: Path) -> None:
     """One document a row: what is told a second is the text, and what was computed the rest too."""
     write_documents(tmp_path / "text")

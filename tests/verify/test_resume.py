@@ -100,6 +100,7 @@ def test_a_generator_that_is_not_restored_is_seen(tmp_path: Path) -> None:
     assert found["optimizer state"][0] is False
 
 
+@pytest.mark.drawn("a planted fault of resuming")
 def test_answers_are_sampled_again_exactly(tmp_path: Path) -> None:
     """Steps that take as long as they take."""
     with odd_known():

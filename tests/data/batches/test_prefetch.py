@@ -248,10 +248,12 @@ def test_the_end_does_not_wait_for_a_part_on_its_way(
         return brought.wait(10)
 
     monkeypatch.setattr(type(ours), "bring", bring)
+    before = threading.enumerate()
     loader = Loader(ours, order_of(ours), PLAN, 0)
     assert loader.step(0, began.is_set) == []
     loader.close()
-    on_its_way = [thread for thread in threading.enumerate() if thread.name == "ahead"]
+    now = [thread for thread in threading.enumerate() if thread not in before]
+    on_its_way = [thread for thread in now if thread.name == "ahead"]
     assert on_its_way, "it was waited for"
     brought.set()
     for thread in on_its_way:

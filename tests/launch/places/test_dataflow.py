@@ -325,6 +325,7 @@ def test_cancelled_the_driver_ends_with_its_children_and_then_this_runs_jobs(
         time.sleep(0.05)
 
 
+@pytest.mark.drawn("a driver of Beam")
 def test_a_driver_that_ran_out_of_time_is_over_and_takes_its_job_with_it(
     made: Callable[..., Recipe], service: dataflow.State
 ) -> None:
@@ -457,6 +458,7 @@ def test_a_driver_is_ours_when_this_machine_is_called_otherwise(
     assert launcher._is_here(elsewhere), "it was started again"
 
 
+@pytest.mark.drawn("a driver of Beam")
 @needs_beam
 def test_beam_takes_these_options(made: Callable[..., Recipe]) -> None:
     """Beam's own parser, without the runner: its package for Google is not in that environment."""

@@ -704,7 +704,7 @@ LIVES = {
 }
 
 
-@pytest.mark.drawn("a controller that is killed", keep=2)
+@pytest.mark.drawn("a controller that is killed")
 @pytest.mark.parametrize(
     ("life", "before"),
     [

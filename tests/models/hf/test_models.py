@@ -345,6 +345,7 @@ def test_labels_come_from_the_recipe_or_the_folder() -> None:
     assert config("t5").to_hf()["architectures"] == ["T5ForConditionalGeneration"]
 
 
+@pytest.mark.drawn("an interpreter of its own")
 def test_importing_the_face_loads_no_transformers() -> None:
     code = "import sys, ingot.models.hf.loading; sys.exit('transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

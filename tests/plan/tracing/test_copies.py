@@ -27,7 +27,7 @@ def recipe(tmp_path: Path) -> Any:
     return lambda *knobs: load_recipe([file], list(knobs))
 
 
-@pytest.mark.drawn("a plan at length", keep=3)
+@pytest.mark.drawn("a plan at length", keep=2)
 def test_what_is_gathered_of_an_encoder_and_decoder_is_let_go_in_forward(recipe: Any) -> None:
     """Weights in float32 are gathered and cast layer by layer: no copy of all of them is kept."""
     t5 = ["objective.kind=seq2seq", "model.source=preset:t5-mini"]

@@ -70,7 +70,7 @@ def test_memory_is_what_the_allocator_counts(recipe: Ask, knobs: list[str]) -> N
     assert traced.peak.total == pytest.approx(measured(asked)["peak"], rel=TRACED_MEMORY)
 
 
-@pytest.mark.drawn("memory of several ranks", keep=2)
+@pytest.mark.drawn("memory of several ranks")
 @pytest.mark.parametrize(
     "knobs",
     [SHARED, ["parallel.expert=2", "parallel.replicate=2", BF16], MATRICES],
@@ -110,7 +110,7 @@ def test_products_of_experts_are_of_the_type_that_is_computed_in(recipe: Ask, co
     assert most.dtype == {"fp32": "float32", "bf16": "bfloat16"}[compute]
 
 
-@pytest.mark.drawn("a plan at length", keep=3)
+@pytest.mark.drawn("a plan at length", keep=2)
 def test_rows_travel_twice_each_way_in_every_layer(recipe: Ask) -> None:
     found = trace.trace_rank(recipe(*SHARED), 2)
     exchanges = {

@@ -260,7 +260,7 @@ def test_muon_divides_its_products_over_ranks_and_holds_few_matrices(recipe: Any
         assert found.windows[-1].bytes["temporary"] < weights / 8
 
 
-@pytest.mark.drawn("a plan at length", keep=3)
+@pytest.mark.drawn("a plan at length", keep=2)
 def test_buffers_of_a_pipeline_grow_with_the_micro_batches_of_a_step(recipe: Any) -> None:
     knobs = ["model.config.num_hidden_layers=4", "parallel.pipeline=2", "train.micro_batch=1"]
     few, many = (
@@ -333,7 +333,7 @@ def test_cuda_keeps_less_of_a_norm_and_more_of_the_head(recipe: Any) -> None:
     )
 
 
-@pytest.mark.drawn("a plan at length", keep=3)
+@pytest.mark.drawn("a plan at length", keep=2)
 def test_what_is_compiled_for_cuda_keeps_no_number_that_can_be_had_again(recipe: Any) -> None:
     def of(layers: int, *, compiled: bool) -> RankTrace:
         knobs = (f"model.config.num_hidden_layers={layers}", f"train.compile={compiled}")
@@ -351,7 +351,7 @@ def test_what_is_compiled_for_cuda_keeps_no_number_that_can_be_had_again(recipe:
         assert of_kind(of(2, compiled=False), kind) == of_kind(of(2, compiled=True), kind)
 
 
-@pytest.mark.drawn("a plan at length", keep=3)
+@pytest.mark.drawn("a plan at length", keep=2)
 def test_products_in_float8_are_counted_in_float8(recipe: Any) -> None:
     float8 = "precision.float8=rowwise"
     wide, narrow, compiled = (

@@ -182,6 +182,7 @@ def served(forked: Forks, folder: Path, on_path: str, log: Path) -> Iterator[Pro
         yield process
 
 
+@pytest.mark.drawn("Triton's server")
 def test_served_asked_by_predict_and_stopped(
     folder: Path, loaded: LoadedModel, on_path: str, forked: Forks, tmp_path: Path
 ) -> None:
@@ -224,6 +225,7 @@ def test_served_asked_by_predict_and_stopped(
         ]
 
 
+@pytest.mark.drawn("Triton's server")
 def test_a_model_that_does_not_load_is_one_line(
     folder: Path, tmp_path: Path, on_path: str, forked: Forks
 ) -> None:
