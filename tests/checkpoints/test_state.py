@@ -105,6 +105,20 @@ def test_state_that_a_checkpoint_cannot_keep_is_refused(key: Any, value: Any, wo
             training_tensors(masters, optimizer)
 
 
+def test_values_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sorted by what is printed of them, all were fetched from their device, at each save."""
+
+    def printed(tensor: Tensor) -> str:
+        raise AssertionError("a tensor was printed")
+
+    masters, optimizer = fresh(0, KINDS["NAdam"])
+    train(masters, optimizer, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(Tensor, "__repr__", printed)
+        names = list(training_tensors(masters, optimizer))
+    assert "optimizer.model.norm.weight.exp_avg" in names
+
+
 def refused_of(layout: dict[str, int], compute: Compute = "fp32") -> str:
     with running_mesh(Parallel(**layout)) as mesh:
         _, masters, optimizer = train_state("257", layout, mesh, compute)

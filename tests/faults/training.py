@@ -543,6 +543,14 @@ FAULTS = [
         "the optimizer's step counter is restored in another shape",
     ),
     Fault(
+        "tensors-printed-at-a-save",
+        "ingot/checkpoints/state.py",
+        "key=_name",
+        "key=str",
+        "each save fetches what is printed of every tensor of the optimizer from its device",
+        "tests/checkpoints/test_state.py",
+    ),
+    Fault(
         "other-recipe-resumes",
         "ingot/train/resume.py",
         "[key for key in {**before, **now} if before.get(key) != now.get(key)]",
