@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     import httpx
 else:  # imported only when a server is actually asked
-    httpx = lazy_import("httpx")
+    httpx, ssl = lazy_import("httpx"), lazy_import("ssl")
 
 _LISTENS = re.compile(r"^serving .+ at (http://\S+)")
 START_TIMEOUT_S = 600.0
@@ -134,14 +134,16 @@ def environment_for(url: str) -> ClientEnvironment:
 
 
 def certificates(*urls: str) -> ssl.SSLContext:
-    """What a client of `urls` trusts: those that $SSL_CERT_FILE names, if one of them is https.
+    """What a client of `urls` trusts: those that $SSL_CERT_FILE names or the usual ones; none if no
+    address is https, since to read them takes longer than most questions.
 
     Raises:
         WrongInput: it names no file of certificates.
     """
-    encrypted = any(url.lower().startswith("https:") for url in urls)
+    if not any(url.lower().startswith("https:") for url in urls):
+        return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     try:
-        return httpx.create_ssl_context(trust_env=encrypted)
+        return httpx.create_ssl_context()
     except OSError as error:  # one of ssl, too
         raise WrongInput(
             f"$SSL_CERT_FILE names {os.environ.get('SSL_CERT_FILE')}, which is no file of"
