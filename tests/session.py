@@ -93,7 +93,7 @@ class Session:
 def leave_to_chance(items: list[pytest.Item], seed: str) -> None:
     """Of the tests with the same `drawn` mark, which prove alike things at length, all but one, or
     as many as its `keep` says, count as slow; the seed decides which. Of the groups that keep one,
-    many seeds leave out even that: they are many, and half of all that is long.
+    most seeds leave out even that: such groups are many, and half of all that is long.
     """
     groups: dict[str, list[pytest.Item]] = defaultdict(list)
     marks: dict[str, list[pytest.Mark]] = defaultdict(list)

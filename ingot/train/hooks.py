@@ -33,8 +33,14 @@ from ingot.train.step import DropoutSeeds, StepControl, StepInfo, StepOutcome
 
 MOST_RANKS = 64
 """More ranks than this are not logged one by one: a line of ten thousand would be a megabyte."""
-peak_of = functools.cache(MeasuredPeak)
-"""The peak of a device in this process: what one training measured counts for the next."""
+
+
+@functools.cache
+def peak_of(device: torch.device, compute: Compute, threads: int) -> MeasuredPeak:
+    """The peak of a device in this process: what one training measured counts for the next, if it
+    has as many threads of the CPU.
+    """
+    return MeasuredPeak(device, compute)
 
 
 @dataclass(frozen=True)
@@ -93,7 +99,7 @@ class LogHook:
         self._forget(0.0)
         self._notes: dict[str, str] = {}
         self._shown_at = 0.0
-        self._measured_peak = peak_of(self.mesh.device, self.work.compute)
+        self._measured_peak = peak_of(self.mesh.device, self.work.compute, torch.get_num_threads())
 
     def _forget(self, now: float) -> None:
         """Begin to count anew, after a line was written."""

@@ -94,5 +94,6 @@ def test_a_file_of_certificates_that_is_none_is_named(
         with pytest.raises(WrongInput, match=rf"\$SSL_CERT_FILE names {named}, which is no file"):
             ask(f"https://{host}:1", "/", {})
         named.write_text("no certificate")
-    with httpx.Client(**environment_for(f"http://{host}:1")):
-        """It needs none."""
+    plain = environment_for(f"http://{host}:1")
+    with httpx.Client(**plain):
+        assert plain["verify"].cert_store_stats()["x509"] == 0, "it needs none"

@@ -5,14 +5,13 @@ lengths.
 from __future__ import annotations
 
 import ast
-import contextlib
-import gc
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
 
 import ingot
+from ingot.base.lazy import importing
 
 PACKAGE = Path(ingot.__file__).parent
 PROJECT = PACKAGE.parent
@@ -49,7 +48,7 @@ class Module:
 
     @cached_property
     def tree(self) -> ast.Module:
-        with uncollected():
+        with importing():  # trees are many objects that stay, as modules are
             return ast.parse(self.text, str(self.path))
 
     @cached_property
@@ -86,20 +85,6 @@ def modules() -> tuple[Module, ...]:
         name = ".".join(path.relative_to(PROJECT).with_suffix("").parts).removesuffix(".__init__")
         found.append(Module(name, path, path.read_text(encoding="utf-8")))
     return tuple(found)
-
-
-@contextlib.contextmanager
-def uncollected() -> Iterator[None]:
-    """Trees of code are many objects that stay, through all of which the collector of garbage would
-    look again and again.
-    """
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
 
 
 def _imports(node: ast.AST, inside: str, typing_only: bool, known: set[str]) -> Iterator[Import]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,11 @@ from ingot.base.runlog import JsonLines, Resumed, read_lines
 from ingot.config.documents import dump
 from ingot.config.load import load_recipe
 from ingot.config.shape import flops_per_token
-from ingot.models.device import MeasuredPeak
 from ingot.parallel.mesh import Mesh
 from ingot.report.metrics import GPU_MEMORY, GPU_USE, MEMORY, MetricsFile
 from ingot.train import assembly
 from ingot.train.goodput import EventSink, TimeAccount
-from ingot.train.hooks import MOST_RANKS, LogHook, Workload
+from ingot.train.hooks import MOST_RANKS, LogHook, Workload, peak_of
 from ingot.train.micro_batch.trial import made_up_setup, open_trial
 from ingot.train.step import BatchCounts, StepInfo, StepOutcome
 from tests.small import small_recipe
@@ -216,7 +216,8 @@ def test_no_training_is_faster_than_the_peak_of_its_machine(
 ) -> None:
     """A CPU's peak that was measured while others worked gave 120 %."""
     monkeypatch.setattr("ingot.models.device.measured_peak", lambda device, compute: 3e6)
-    monkeypatch.setattr("ingot.train.hooks.peak_of", MeasuredPeak)  # none from trainings before
+    # None from trainings before.
+    monkeypatch.setattr("ingot.train.hooks.peak_of", peak_of.__wrapped__)
     mesh, path = Mesh(Ranks(), torch.device("cpu")), tmp_path / "metrics.jsonl"
     work, zero, seconds = Workload(1000.0, None, "fp32"), torch.tensor(0.0), 0.0
     progress = Progress("train", 3, "steps")
@@ -228,6 +229,30 @@ def test_no_training_is_faster_than_the_peak_of_its_machine(
     hook.close()
     use = [line["train/mfu"] for line in read_lines(path)]
     assert use == pytest.approx([2e6 / 3e6, 1.0, 0.5])
+
+
+def test_trainings_of_a_process_share_the_peak_of_as_many_threads(
+    monkeypatch: pytest.MonkeyPatch, one_thread: None
+) -> None:
+    now, rates = [0.0], [1e6, 2e6]
+
+    def measure(device: torch.device, compute: str) -> float:
+        now[0] += 1.0  # for a hundred seconds more nothing is measured again
+        return rates.pop(0)
+
+    monkeypatch.setattr("ingot.models.device.measured_peak", measure)
+    monkeypatch.setattr("ingot.models.device.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("ingot.train.hooks.peak_of", cache(peak_of.__wrapped__))
+    mesh, work = Mesh(Ranks(), torch.device("cpu")), Workload(1000.0, None, "fp32")
+
+    def told() -> float:
+        progress = Progress("train", 1, "steps")
+        hook = LogHook([], progress, 1, 1, work, mesh, gpu=False, clock=lambda: 0.0)
+        return hook._measured_peak.flops(0.0)
+
+    assert [told(), told()] == [1e6, 1e6]
+    torch.set_num_threads(2)
+    assert told() == 2e6
 
 
 def test_a_tracker_is_sent_a_recipe_that_loads_without_its_secrets(
